@@ -12,3 +12,7 @@ class UserError(Exception):
 
 class ResultsError(UserError):
     """The results folder cannot be used (a file, read-only, full disk): no further cell can succeed."""
+
+
+class RunError(Exception):
+    """A run failed for a reason that is not the configuration's; the command exits with status 1."""

@@ -1,0 +1,142 @@
+"""The command `grpo`: thin, and quick to start, since it imports neither torch nor Hydra by itself."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any, Optional
+
+import typer
+
+from grpo_repro.cli_help import ExperimentCommand, complete_override
+from grpo_repro.data_cli import data_app
+from grpo_repro.errors import RunError, UserError
+from grpo_repro.model_cli import model_app
+
+app = typer.Typer(
+    name="grpo",
+    help="How many outputs per prompt should GRPO sample? Experiments, theory and figures.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+    epilog="An argument with = is an override (model=bundled-base), one without is a name. "
+    "Exit codes: 0 done, 1 a run or check failed, 2 bad usage or configuration.",
+)
+app.add_typer(model_app)
+app.add_typer(data_app)
+
+Overrides = Annotated[
+    Optional[list[str]],  # noqa: UP045 - older releases of typer read no other form
+    typer.Argument(metavar="OVERRIDES", help="Hydra overrides, KEY=VALUE.", autocompletion=complete_override),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout, all else on stderr.")]
+
+
+@app.command("mse-eval", cls=ExperimentCommand)
+def mse_eval(
+    overrides: Overrides = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Show cells, completions, tokens, time and memory; run nothing.")
+    ] = False,
+    as_json: Json = False,
+    multirun: Annotated[
+        bool, typer.Option("-m", "--multirun", help="Run a job for each combination of KEY=A,B.")
+    ] = False,
+    cfg: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option("--cfg", metavar="job|hydra|all", help="Print the resolved configuration only."),
+    ] = None,
+) -> None:
+    """Figure 4: the error of each gradient estimator against the group size."""
+    from grpo_repro.launch import Flags
+
+    if cfg not in (None, "job", "hydra", "all"):
+        raise UserError(f"--cfg {cfg} is unknown; use job, hydra or all")
+    _experiment("mse-eval", overrides or [], Flags(multirun, dry_run, cfg), as_json)
+
+
+def _experiment(name: str, overrides: list[str], flags: Any, as_json: bool) -> None:
+    from grpo_repro.launch import launch
+    from grpo_repro.report import print_outcome
+
+    outcome = launch(name, overrides, flags)
+    if outcome is not None:
+        print_outcome(outcome, as_json, flags.multirun)
+        raise typer.Exit(outcome.status)
+
+
+@app.command()
+def plot(
+    figures: Annotated[
+        Optional[list[str]],  # noqa: UP045
+        typer.Argument(metavar="FIGURE", help="Names of figures; without one, all that have data."),
+    ] = None,
+    results: Annotated[Path, typer.Option("--results", help="Folder of the results.")] = Path("results"),
+    out: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option("--out", help="Folder of the figures; RESULTS/figures by default."),
+    ] = None,
+    image_format: Annotated[
+        str, typer.Option("--format", metavar="png|pdf|svg", help="File format.")
+    ] = "png",
+    as_json: Json = False,
+) -> None:
+    """Draw figures from results; runs no model.
+
+    Example: grpo plot mse --results results --format pdf
+    """
+    from grpo_repro.plot_cli import draw
+
+    paths = draw(figures or [], results, out or results / "figures", image_format)
+    if as_json:
+        print(json.dumps({"figures": [str(path) for path in paths]}))
+    else:
+        print("\n".join(str(path) for path in paths))
+
+
+@app.command()
+def doctor(
+    results_dir: Annotated[Path, typer.Option("--results", help="Folder of the results.")] = Path("results"),
+    as_json: Json = False,
+) -> None:
+    """Check that this machine can run the bundled job; exit 0 if it can, else 1.
+
+    Example: grpo doctor
+    """
+    from grpo_repro.doctor import diagnose
+
+    checks = diagnose(results_dir)
+    healthy = all(check.ok for check in checks if check.needed)
+    if as_json:
+        print(json.dumps({"ok": healthy, "checks": [vars(check) for check in checks]}))
+    else:
+        for check in checks:
+            mark = "ok  " if check.ok else ("FAIL" if check.needed else "-   ")
+            print(f"{mark} {check.name}: {check.detail}")
+        print("ready" if healthy else "not ready: see the lines marked FAIL")
+    raise typer.Exit(0 if healthy else 1)
+
+
+def main() -> None:
+    """Run the command line; the user's errors are one message without a traceback."""
+    import warnings
+
+    warnings.showwarning = _show_warning
+    try:
+        app()
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except RunError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(1)
+
+
+def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
+    print(f"warning: {message}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

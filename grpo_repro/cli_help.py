@@ -1,0 +1,78 @@
+"""Help and completion of overrides, read from `conf/` and the schema without Hydra or torch."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import MISSING, fields
+from typing import Any
+
+from typer.core import TyperCommand
+
+from grpo_repro.config import MseEvalConfig, choices
+
+GROUPS = ("model", "task")
+EXAMPLES: dict[str, tuple[str, ...]] = {
+    "mse-eval": (
+        "grpo mse-eval --dry-run",
+        "grpo mse-eval model=bundled-base 'group_sizes=[4,8,16]' replicates=50",
+        "grpo mse-eval model=hf model.path=DIR device=cuda",
+        "grpo mse-eval -m model=bundled-base,bundled-icl hydra/launcher=joblib",
+    )
+}
+
+
+class ExperimentCommand(TyperCommand):
+    """A command that takes overrides; its help ends with config groups, keys and examples."""
+
+    def format_epilog(self, ctx: Any, formatter: Any) -> None:
+        """Write what the overrides can be."""
+        with formatter.section("Config groups"):
+            formatter.write_dl([(group, ", ".join(choices(group))) for group in GROUPS])
+        with formatter.section("Keys and defaults"):
+            formatter.write_dl(_defaults(MseEvalConfig))
+        with formatter.section("Examples"):
+            for example in EXAMPLES[self.name or ""]:
+                formatter.write(f"  {example}\n")
+
+
+def _defaults(schema: type) -> list[tuple[str, str]]:
+    """Return each plain key of a schema with its default, both as they are typed."""
+    rows = []
+    for item in fields(schema):
+        if item.name in GROUPS or item.name == "dry_run":
+            continue
+        default: Any = item.default if item.default_factory is MISSING else item.default_factory()
+        if isinstance(default, list):
+            default = "[" + ",".join(str(value) for value in default) + "]"
+        rows.append((item.name, "null" if default is None else str(default)))
+    return rows
+
+
+def complete_override(incomplete: str) -> list[str]:
+    """Complete `model=` and `task=` with the options of `conf/`.
+
+    Args:
+        incomplete: The word before the cursor. Bash splits at `=` and passes the value alone.
+
+    Returns:
+        Whole words for it.
+    """
+    group = _split_group()
+    if group is not None:
+        return [name for name in choices(group) if name.startswith(incomplete)]
+    words = [f"{group}={name}" for group in GROUPS for name in choices(group)]
+    return [word for word in words if word.startswith(incomplete)]
+
+
+def _split_group() -> str | None:
+    """Return the group whose value is typed, if the shell has split the word at `=`."""
+    words = os.environ.get("COMP_WORDS", "").split()
+    position = os.environ.get("COMP_CWORD", "")
+    if not position.isdigit():
+        return None
+    before = words[: int(position) + 1]
+    if before and before[-1] != "=":
+        before = words[: int(position)]
+    if len(before) >= 2 and before[-1] == "=" and before[-2] in GROUPS:
+        return before[-2]
+    return None

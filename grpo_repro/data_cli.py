@@ -1,0 +1,179 @@
+"""`grpo data`: look at a task's questions, check them, score completions that something else wrote."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Annotated, Any, Optional
+
+import typer
+
+from grpo_repro.config import choices, load_choice
+from grpo_repro.errors import RunError, UserError
+
+data_app = typer.Typer(
+    name="data",
+    help="Check, show and score the questions of a task.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+
+
+def _complete_task(incomplete: str) -> list[str]:
+    return [name for name in choices("task") if name.startswith(incomplete)]
+
+
+Task = Annotated[
+    str, typer.Argument(metavar="TASK", help="Name in conf/task.", autocompletion=_complete_task)
+]
+Overrides = Annotated[
+    Optional[list[str]],  # noqa: UP045
+    typer.Argument(metavar="OVERRIDES", help="KEY=VALUE of the task, such as num_questions=20."),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
+
+
+@data_app.command()
+def check(task: Task, overrides: Overrides = None, as_json: Json = False) -> None:
+    """Check that every gold answer is read and paid, and that questions differ; exit 1 if not.
+
+    Example: grpo data check arithmetic split=train num_questions=1000
+    """
+    loaded = _load(task, overrides)
+    questions = loaded.questions
+    ids, texts = Counter(q.id for q in questions), Counter(q.text for q in questions)
+    problems = [f"id {name!r} is used {times} times" for name, times in ids.items() if times > 1]
+    problems += [f"question {text!r} occurs {times} times" for text, times in texts.items() if times > 1]
+    problems += [f"question {q.id}: its own answer {q.answer!r} is not paid" for q in _unpaid(loaded)]
+    kinds = Counter(q.kind for q in questions)
+    if as_json:
+        facts = {"questions": len(questions), "kinds": dict(kinds), "data_hash": loaded.data_hash}
+        print(json.dumps({"task": loaded.name, **facts, "problems": problems}))
+    else:
+        print(f"{loaded.name}: {len(questions)} questions, data hash {loaded.data_hash}")
+        for kind, number in sorted(kinds.items()):
+            print(f"  {kind}: {number}")
+        for problem in problems[:20]:
+            print(f"  problem: {problem}")
+    if problems:
+        raise RunError(f"{len(problems)} problems in task {task}")
+
+
+def _unpaid(task: Any) -> Iterator[Any]:
+    """Yield the questions whose gold answer earns nothing."""
+    return (question for question in task.questions if task.reward(question.answer, question) != 1.0)
+
+
+@data_app.command()
+def show(
+    task: Task,
+    overrides: Overrides = None,
+    number: Annotated[int, typer.Option("-n", "--number", min=1, help="How many questions.")] = 10,
+    as_json: Json = False,
+) -> None:
+    """Print the first questions of a task with their answers.
+
+    Example: grpo data show arithmetic -n 5 seed=1
+    """
+    loaded = _load(task, overrides)
+    shown = loaded.questions[:number]
+    if as_json:
+        print(json.dumps({"task": loaded.name, "questions": [vars(question) for question in shown]}))
+        return
+    for question in shown:
+        print(f"{question.id}\t{question.kind}\t{question.text}\t{question.answer}")
+
+
+@data_app.command()
+def score(
+    task: Task,
+    completions: Annotated[
+        str, typer.Argument(metavar="FILE", help='JSON lines {"id": ..., "completion": ...}; - is stdin.')
+    ],
+    overrides: Overrides = None,
+    as_json: Json = False,
+) -> None:
+    """Score completions of a task's questions: mean reward, over all and for each kind.
+
+    Example: grpo data score arithmetic completions.jsonl
+    """
+    if "=" in completions:
+        raise UserError(f"{completions!r} is an override, not a file: grpo data score TASK FILE KEY=VALUE")
+    loaded = _load(task, overrides)
+    by_id = {question.id: question for question in loaded.questions}
+    rewards: dict[str, list[float]] = defaultdict(list)
+    for line, name, completion in _read(completions):
+        if name not in by_id:
+            raise UserError(
+                f"{completions}:{line}: id {name!r} is no question of {task}; see grpo data show {task}, "
+                "and give the overrides that made the questions"
+            )
+        rewards[by_id[name].kind].append(loaded.reward(completion, by_id[name]))
+    if not rewards:
+        raise UserError(f"{completions} holds no completions; each line is {{'id': ..., 'completion': ...}}")
+    every = [reward for kind in rewards.values() for reward in kind]
+    means = {kind: sum(values) / len(values) for kind, values in sorted(rewards.items())}
+    if as_json:
+        found = {
+            "task": loaded.name,
+            "count": len(every),
+            "reward_mean": sum(every) / len(every),
+            "kinds": means,
+        }
+        print(json.dumps(found))
+        return
+    print(f"{loaded.name}: {len(every)} completions, mean reward {sum(every) / len(every):.4f}")
+    for kind, mean in means.items():
+        print(f"  {kind}: {mean:.4f} ({len(rewards[kind])})")
+
+
+def _load(name: str, overrides: list[str] | None) -> Any:
+    from omegaconf.errors import OmegaConfBaseException
+
+    for item in overrides or []:
+        if "=" not in item:
+            raise UserError(f"{item!r} is not an override; write KEY=VALUE, for example num_questions=20")
+    stripped = [item.removeprefix("task.") for item in overrides or []]
+    try:
+        config = load_choice("task", name, stripped)
+    except OmegaConfBaseException as error:
+        from grpo_repro.hydra_errors import explain
+
+        raise UserError(explain(error, "mse-eval", "task.")) from error
+    if config.num_questions < 1:
+        raise UserError(f"num_questions={config.num_questions} is too small; use 1 or more")
+    if config.split not in ("train", "test"):
+        raise UserError(f"unknown split {config.split!r}; known: train, test")
+    from grpo_repro.tasks import load_task
+
+    return load_task(config)
+
+
+def _read(name: str) -> Iterator[tuple[int, str, str]]:
+    """Yield line number, id and completion of each line of a file."""
+    if name == "-":
+        yield from _parse(name, sys.stdin)
+        return
+    try:
+        with Path(name).open(encoding="utf-8") as file:
+            yield from _parse(name, file)
+    except OSError as error:
+        raise UserError(f"cannot read {name}: {error.strerror}; give JSON lines, or - for stdin") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"{name} is not UTF-8 text ({error.reason}); give a file of JSON lines") from error
+
+
+def _parse(name: str, lines: Iterable[str]) -> Iterator[tuple[int, str, str]]:
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            entry = json.loads(line)
+            yield number, str(entry["id"]), str(entry["completion"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(
+                f'{name}:{number}: not a JSON object with "id" and "completion" ({error!r}); mend that line'
+            ) from error

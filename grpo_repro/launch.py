@@ -1,0 +1,204 @@
+"""Run an experiment through Hydra and collect what its jobs leave behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import tempfile
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from grpo_repro.config import NESTED, MseEvalConfig, choices, conf_dir, register
+from grpo_repro.errors import ResultsError, RunError, UserError
+from grpo_repro.hydra_errors import explain
+from grpo_repro.outcome import INTERRUPTED, Outcome, merge
+
+
+@dataclass(frozen=True)
+class Flags:
+    """Options of an experiment's command that are not overrides.
+
+    Attributes:
+        multirun: Run one job for each combination of swept values.
+        dry_run: Only say what would be run.
+        cfg: Only print this part of the configuration: `job`, `hydra` or `all`.
+    """
+
+    multirun: bool = False
+    dry_run: bool = False
+    cfg: str | None = None
+
+
+def launch(experiment: str, overrides: list[str], flags: Flags) -> Outcome | None:
+    """Run an experiment as one or more Hydra jobs.
+
+    Args:
+        experiment: Name of the experiment.
+        overrides: Hydra overrides, as given.
+        flags: Options of the command.
+
+    Returns:
+        The joint outcome of the jobs; None if `flags.cfg` asked for the configuration only.
+
+    Raises:
+        UserError: If the configuration cannot be composed or the results folder cannot be used.
+        RunError: If a launcher lost a job.
+        KeyboardInterrupt: If it was interrupted before any job had an outcome.
+    """
+    check_overrides(overrides)
+    overrides = [_free(item) for item in overrides]
+    if flags.cfg is not None:
+        if flags.multirun:
+            raise UserError("--cfg prints one configuration and --multirun runs many; use one of the two")
+        _hydra(experiment, ["--cfg", flags.cfg, "--resolve"], overrides)
+        return None
+    if flags.dry_run:
+        overrides = [item for item in overrides if _key(item) != "hydra/launcher"]
+        overrides = [item for item in overrides if not _key(item).startswith("hydra.launcher")] + [
+            "dry_run=true"
+        ]
+    with _job_folder(overrides, keep=flags.multirun and not flags.dry_run) as folder:
+        where = ["hydra.run.dir", "hydra.sweep.dir"]
+        ours = [f"{key}={_quoted(str(folder))}" for key in where]
+        interrupted = False
+        try:
+            _hydra(experiment, ["--multirun"] if flags.multirun else [], [*overrides, *ours])
+        except KeyboardInterrupt:
+            interrupted = True
+        outcomes = [Outcome(**json.loads(path.read_text())) for path in _outcome_files(folder)]
+        if not outcomes:
+            if interrupted:
+                raise KeyboardInterrupt
+            raise UserError("no job was run; give the swept values as KEY=A,B")
+        joint = merge(outcomes)
+        joint.status = INTERRUPTED if interrupted else joint.status
+    if joint.status == 0 and flags.multirun:
+        shutil.rmtree(folder, ignore_errors=True)
+        _remove_if_empty(folder.parent)
+    return joint
+
+
+def check_overrides(overrides: list[str]) -> None:
+    """Refuse arguments that are no overrides, and those that Hydra would take but not as they are meant.
+
+    Raises:
+        UserError: If an argument is not KEY=VALUE, removes a key, or sets what `grpo` sets itself.
+    """
+    for item in overrides:
+        key, equals, value = _key(item), *item.partition("=")[1:]
+        if not equals or not key:
+            raise UserError(f"{item!r} is not an override; write KEY=VALUE, for example group_sizes=[4,8]")
+        if item.startswith("~"):
+            raise UserError(f"{item!r} removes a key, and every key is needed; set it: {key}=VALUE")
+        if key in ("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir", "hydra.mode"):
+            raise UserError(f"{key} is set by grpo itself; use results_dir=DIR and --multirun")
+        if key in NESTED and (item.startswith("+") or value in ("", "null") or value.startswith(("[", "{"))):
+            known = ", ".join(choices(key))
+            raise UserError(f"{item!r} names no {key}; write {key}=NAME, known: {known}")
+
+
+def results_dir(overrides: list[str]) -> str:
+    """Return the results folder that overrides name, or the default."""
+    named = [item.partition("=")[2] for item in overrides if _key(item) == "results_dir"]
+    return named[-1].strip("'\"") if named else MseEvalConfig.results_dir
+
+
+def _key(item: str) -> str:
+    return item.partition("=")[0].lstrip("+~")
+
+
+def _free(item: str) -> str:
+    """Let a family's arguments be set like any other key, though the schema does not know their names."""
+    return "++" + item if item.startswith("model.family_args.") else item
+
+
+def _quoted(text: str) -> str:
+    return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
+
+
+@contextmanager
+def _job_folder(overrides: list[str], keep: bool) -> Iterator[Path]:
+    """Yield the folder of the jobs' outcomes and logs.
+
+    A sweep's lies in the results folder, where other machines see it too; if a job fails it stays, for its
+    logs.
+    """
+    if not keep:
+        with tempfile.TemporaryDirectory(prefix="grpo-") as name:
+            yield Path(name)
+        return
+    folder = Path(results_dir(overrides)).resolve() / ".launch" / uuid.uuid4().hex[:8]
+    try:
+        folder.mkdir(parents=True)
+    except OSError as error:
+        raise ResultsError(
+            f"cannot write results to {folder.parent.parent}: {error.strerror}; name another folder with "
+            "results_dir=DIR"
+        ) from error
+    try:
+        yield folder
+    finally:
+        _remove_if_empty(folder)
+        _remove_if_empty(folder.parent)
+
+
+def _remove_if_empty(folder: Path) -> None:
+    try:
+        folder.rmdir()
+    except OSError:
+        return
+
+
+def _outcome_files(folder: Path) -> list[Path]:
+    """Return the outcome of the only job, or those of a sweep in the order of its jobs."""
+    from grpo_repro.app import OUTCOME_FILE
+
+    alone = folder / OUTCOME_FILE
+    found = [path for path in folder.glob(f"*/{OUTCOME_FILE}") if path.parent.name.isdigit()]
+    return [alone] if alone.exists() else sorted(found, key=lambda path: int(path.parent.name))
+
+
+def _hydra(experiment: str, flags: list[str], overrides: list[str]) -> None:
+    """Call Hydra's own entry point, flags first, and explain what it refuses."""
+    import hydra
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+
+    from grpo_repro import app
+
+    register()
+    task = getattr(app, experiment.replace("-", "_"))
+    entry = hydra.main(
+        config_path=str(conf_dir()), config_name=f"experiment/{experiment}", version_base="1.3"
+    )
+    with _arguments([f"grpo {experiment}", *flags, *overrides]):
+        try:
+            entry(task)()
+        except (HydraException, OmegaConfBaseException, ValueError) as error:
+            raise UserError(explain(error, experiment)) from error
+        except Exception as error:
+            # The task functions raise nothing, so this is a launcher whose worker died.
+            reason = (str(error).strip() or "no reason given").splitlines()[0]
+            raise RunError(
+                f"a job died: {type(error).__name__}: {reason}; the same command resumes"
+            ) from error
+
+
+@contextmanager
+def _arguments(arguments: list[str]) -> Iterator[None]:
+    """Set what Hydra reads, and have it raise its errors instead of printing them."""
+    saved, full = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
+    sys.argv, os.environ["HYDRA_FULL_ERROR"] = arguments, "1"
+    try:
+        yield
+    finally:
+        sys.argv = saved
+        if full is None:
+            del os.environ["HYDRA_FULL_ERROR"]
+        else:
+            os.environ["HYDRA_FULL_ERROR"] = full

@@ -1,0 +1,91 @@
+"""What an experiment's command prints on stdout: a short table, or one JSON object."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from typing import Any
+
+from grpo_repro.config import EXPERIMENTS
+from grpo_repro.outcome import Outcome
+
+
+def print_outcome(outcome: Outcome, as_json: bool, sweep: bool = False) -> None:
+    """Print the outcome of a run, or the plan of a dry run.
+
+    Args:
+        outcome: Joint outcome of all jobs.
+        as_json: Whether to print exactly one JSON object instead of a table.
+        sweep: Whether jobs ran elsewhere, so that their failures have to be said here.
+    """
+    if outcome.error is not None:
+        print(f"error: {outcome.error}", file=sys.stderr)
+    if sweep:
+        for cell, message in outcome.failures.items():
+            print(f"error: cell {cell} failed: {message}", file=sys.stderr)
+    if as_json:
+        print(json.dumps(as_dict(outcome)))
+    elif outcome.plan:
+        _print(_plan_table(outcome))
+    elif outcome.rows:
+        _print(_summary(outcome))
+
+
+def as_dict(outcome: Outcome) -> dict[str, Any]:
+    """Return the JSON object of an outcome; with the plan of a dry run, and failures where there are any."""
+    found: dict[str, Any] = {
+        "experiment": outcome.experiment,
+        "cells": outcome.cells,
+        "rows": sum(outcome.rows.values()),
+        "results_dir": outcome.results_dir,
+    }
+    if outcome.plan:
+        found["plan"] = outcome.plan
+    if outcome.failures:
+        found["failures"] = outcome.failures
+    if outcome.error is not None:
+        found["error"] = outcome.error
+    return found
+
+
+def _print(renderable: Any) -> None:
+    from rich.console import Console
+
+    # A pipe has no width: rich's 80 columns would cut numbers off.
+    Console(width=None if sys.stdout.isatty() else 160).print(renderable)
+
+
+def _plan_table(outcome: Outcome) -> Any:
+    from rich.table import Table
+
+    from grpo_repro.progress import cost, duration
+    from grpo_repro.results import Estimate
+
+    names = ("completions", "tokens", "seconds", "memory_bytes")
+    table = Table(title=f"{outcome.experiment}: plan, nothing was run")
+    for column in ("cell", "label", "state"):
+        table.add_column(column)
+    for column in ("completions", "tokens", "time", "memory (GiB)"):
+        table.add_column(column, justify="right")
+    for entry in outcome.plan:
+        table.add_row(
+            entry["cell"],
+            entry["label"],
+            "finished" if entry["finished"] else "to run",
+            f"{entry['completions']:,}",
+            f"{entry['tokens']:,}",
+            duration(entry["seconds"]),
+            f"{entry['memory_bytes'] / 2**30:.2g}",
+        )
+    to_run = [Estimate(*(entry[name] for name in names)) for entry in outcome.plan if not entry["finished"]]
+    table.caption = f"to run: {len(to_run)} of {len(outcome.plan)} cells, {cost(to_run)}"
+    return table
+
+
+def _summary(outcome: Outcome) -> Any:
+    from grpo_repro.results import read_results
+
+    rows = read_results(outcome.results_dir, outcome.experiment)
+    module = importlib.import_module(EXPERIMENTS[outcome.experiment])
+    return module.summary(rows[rows["cell_id"].isin(outcome.cells)])
