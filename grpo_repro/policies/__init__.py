@@ -1,0 +1,1 @@
+"""Policies: tabular ones, exact in closed form, and causal language models."""
