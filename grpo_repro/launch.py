@@ -16,7 +16,7 @@ from pathlib import Path
 from grpo_repro.config import NESTED, MseEvalConfig, choices, conf_dir, register
 from grpo_repro.errors import ResultsError, RunError, UserError
 from grpo_repro.hydra_errors import explain
-from grpo_repro.outcome import INTERRUPTED, Outcome, merge
+from grpo_repro.outcome import DONE, INTERRUPTED, Outcome, merge
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def launch(experiment: str, overrides: list[str], flags: Flags) -> Outcome | Non
             raise UserError("no job was run; give the swept values as KEY=A,B")
         joint = merge(outcomes)
         joint.status = INTERRUPTED if interrupted else joint.status
-    if joint.status == 0 and flags.multirun:
+    if joint.status in (DONE, INTERRUPTED) and flags.multirun:
         shutil.rmtree(folder, ignore_errors=True)
         _remove_if_empty(folder.parent)
     return joint

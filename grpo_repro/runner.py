@@ -7,7 +7,7 @@ import time
 import traceback
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import pandas as pd
 import pyarrow.parquet as pq
@@ -29,6 +29,7 @@ from grpo_repro.results import (
 )
 
 
+@runtime_checkable
 class Experiment(Protocol):
     """The four functions that a module of `grpo_repro.experiments` offers."""
 
