@@ -1,0 +1,1 @@
+"""The shared engine: sampling completions and the scores of what was sampled."""

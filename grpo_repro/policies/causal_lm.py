@@ -1,0 +1,168 @@
+"""Causal language models as policies: loading, prompts, end tokens."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
+
+from grpo_repro.config import ModelConfig
+from grpo_repro.engine.attention import use_grouped_attention
+from grpo_repro.errors import UserError
+
+
+@dataclass(frozen=True)
+class CausalLM:
+    """A causal language model with what is needed to prompt it and to stop it.
+
+    Attributes:
+        model: The transformers model, in evaluation mode and with the engine's grouped attention.
+        tokenizer: Its tokenizer.
+        eos_ids: Every token id that ends a completion.
+        pad_id: A valid token id for padding; its positions are always masked.
+        template: The prompt around ``{question}``.
+        chat: Whether the tokenizer's chat template goes around that.
+    """
+
+    model: PreTrainedModel
+    tokenizer: Any
+    eos_ids: tuple[int, ...]
+    pad_id: int
+    template: str = "{question}"
+    chat: bool = False
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model's inputs go."""
+        return self.model.device
+
+    @property
+    def num_parameters(self) -> int:
+        """Number of parameters, shared ones once."""
+        return sum(p.numel() for p in self.model.parameters())
+
+    def encode(self, question: str) -> list[int]:
+        """Turn a question into prompt tokens (one BOS if the tokenizer has one; a chat template brings its own).
+
+        Args:
+            question: The question's text.
+
+        Returns:
+            Token ids.
+        """
+        text = self.template.replace("{question}", question)
+        if not self.chat:
+            return list(self.tokenizer(text)["input_ids"])
+        message = [{"role": "user", "content": text}]
+        rendered = self.tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+        return list(self.tokenizer(rendered, add_special_tokens=False)["input_ids"])
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Turn a completion's tokens into text, special tokens left out."""
+        return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
+
+
+def resolve_path(config: ModelConfig) -> str:
+    """Directory or hub id of a model; ``bundled:NAME`` is a folder of this package.
+
+    Raises:
+        UserError: If no path is given, or a bundled name is unknown.
+    """
+    if not config.path:
+        raise UserError(f"model {config.name or 'hf'} has no path; add model.path=DIRECTORY (or a hub id)")
+    if config.path.startswith("bundled:"):
+        from grpo_repro import bundled
+
+        return str(bundled.path(config.path.removeprefix("bundled:")))
+    return config.path
+
+
+def _check_directory(path: Path) -> None:
+    """Name what a local model directory lacks, before transformers fails in its own words."""
+    needed = {
+        "config.json": ["config.json"],
+        "weights (safetensors)": ["model.safetensors", "model.safetensors.index.json"],
+        "a tokenizer": ["tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json"],
+    }
+    if not path.is_dir():
+        raise UserError(f"model directory {path} is not a directory; model.path needs a transformers directory")
+    for what, names in needed.items():
+        if not any((path / name).is_file() for name in names):
+            hint = "; convert *.bin with safetensors" if what.startswith("weights") and list(path.glob("*.bin")) else ""
+            raise UserError(f"model directory {path} lacks {what} (looked for {', '.join(names)}){hint}")
+    try:
+        json.loads((path / "config.json").read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        raise UserError(f"{path / 'config.json'} is not readable JSON ({error}); save the model again") from error
+
+
+def _eos_ids(model: PreTrainedModel, tokenizer: Any) -> tuple[int, ...]:
+    """All end tokens that the generation config, the model config and the tokenizer name, in that order."""
+    found: list[int] = []
+    generation = model.generation_config if isinstance(model.generation_config, GenerationConfig) else None
+    for source in (getattr(generation, "eos_token_id", None), model.config.eos_token_id, tokenizer.eos_token_id):
+        for token in source if isinstance(source, (list, tuple)) else [source]:
+            if token is not None and int(token) not in found:
+                found.append(int(token))
+    return tuple(found)
+
+
+def load(config: ModelConfig, device: str = "auto") -> CausalLM:
+    """Load a policy from a directory, the hub, or the package.
+
+    Only safetensors weights are read and code that comes with a model runs only with `trust_remote_code`.
+
+    Args:
+        config: The model's configuration.
+        device: `auto` (CUDA if there is one), `cpu`, `cuda` or `cuda:N`.
+
+    Returns:
+        The policy, in evaluation mode.
+
+    Raises:
+        UserError: If the model cannot be loaded; the message says what is missing and what to do.
+    """
+    path = resolve_path(config)
+    local = Path(path).expanduser()
+    if local.exists() or path.startswith((".", "/", "~")):
+        _check_directory(local)
+        path = str(local)
+    where = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    if where.startswith("cuda") and not torch.cuda.is_available():
+        raise UserError(f"device={device}, but torch sees no CUDA device; use device=cpu or device=auto")
+    common: dict[str, Any] = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
+    dtype = config.dtype if config.dtype != "auto" else ("float32" if where == "cpu" else "bfloat16")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, **common)
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, use_safetensors=True, **common)
+    except Exception as error:  # transformers raises OSError, ValueError, KeyError, SafetensorError, ...
+        first = str(error).strip().splitlines()
+        raise UserError(
+            f"model {path} could not be loaded ({type(error).__name__}: {first[0] if first else 'no message'}); "
+            "model.path takes a transformers directory with config.json, safetensors weights and a tokenizer, "
+            "or a hub id when there is a network"
+        ) from error
+    model.to(where).requires_grad_(False)
+    use_grouped_attention(model)
+    eos = _eos_ids(model, tokenizer)
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    if len(tokenizer) > vocabulary:
+        raise UserError(f"the tokenizer of {path} has {len(tokenizer)} tokens, its model {vocabulary}; they differ")
+    pad = tokenizer.pad_token_id
+    pad_id = int(pad) if pad is not None else (eos[0] if eos else 0)
+    return CausalLM(model, tokenizer, eos, pad_id, config.template, config.chat)
+
+
+def weights_hash(model: PreTrainedModel) -> str:
+    """First 16 hex digits of the SHA-256 over names, shapes and values of all weights."""
+    digest = sha256()
+    for name, value in sorted(model.state_dict().items()):
+        digest.update(f"{name}{tuple(value.shape)}{value.dtype}".encode())
+        digest.update(value.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:16]
