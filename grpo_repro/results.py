@@ -60,6 +60,7 @@ SCHEMA = pa.schema(
 
 METRICS: dict[str, str] = {
     "mse": "mean squared error of the estimated gradient, E||g_hat - g||^2",
+    "baseline_error_mse": "what the error of an estimated baseline adds to the mse, on average",
     "gradient_sq_norm": "squared norm of the true gradient, ||g||^2",
     "c1": "E||g(X) - g||^2, variance of the gradient over prompts",
     "c2": "E S_o(X), the oracle's error for one completion",

@@ -151,15 +151,35 @@ class PromptGroups:
         return float(values.mean()), (values.sum() - sums) / (len(values) - sizes)
 
 
+def mean_gradient_sq_norm(
+    groups: PromptGroups, estimate_sq_norm: Float[np.ndarray, " prompts"]
+) -> tuple[float, Float[np.ndarray, " groups"]]:
+    """Unbiased ||E g(X)||^2 from the inner products of *different* prompts' estimates, and without each group.
+
+    (||sum g_hat||^2 - sum ||g_hat||^2) / (M (M-1)): noise within a prompt does not enter.
+
+    Args:
+        groups: Groups of prompts.
+        estimate_sq_norm: ||g_hat(x)||^2.
+
+    Returns:
+        ||g||^2 and its leave-a-group-out values (nan where fewer than two prompts are left).
+    """
+    count = len(groups.index)
+    left = count - np.bincount(groups.index, minlength=len(groups.sq_norms))
+    own = np.bincount(groups.index, estimate_sq_norm, len(groups.sq_norms))
+    total, diagonal = float(groups.with_total.sum()), float(estimate_sq_norm.sum())
+    pairs_out = total - 2 * groups.with_total + groups.sq_norms - (diagonal - own)
+    out = np.divide(pairs_out, left * (left - 1), out=np.full(len(own), np.nan), where=left > 1)
+    return (total - diagonal) / (count * (count - 1)), out
+
+
 def between_prompt_variance(
     groups: PromptGroups,
     gradient_sq_norm: Float[np.ndarray, " prompts"],
     estimate_sq_norm: Float[np.ndarray, " prompts"],
 ) -> tuple[float, Float[np.ndarray, " groups"]]:
     """Unbiased c1 = E||g(X) - g||^2 = E||g(X)||^2 - ||g||^2 (Proposition 3), and without each group of prompts.
-
-    ||g||^2 is estimated by the inner products of *different* prompts' gradient estimates,
-    (||sum g_hat||^2 - sum ||g_hat||^2) / (M (M-1)), so noise within a prompt does not enter.
 
     Args:
         groups: Groups of prompts.
@@ -170,16 +190,8 @@ def between_prompt_variance(
         c1 and its leave-a-group-out values.
     """
     mean_norm, mean_norm_out = groups.left_out_means(gradient_sq_norm)
-    count = len(groups.index)
-    sizes = np.bincount(groups.index, minlength=len(groups.sq_norms))
-    own = np.bincount(groups.index, estimate_sq_norm, len(groups.sq_norms))
-    total = float(groups.with_total.sum())
-    left = count - sizes
-    pairs_out = total - 2 * groups.with_total + groups.sq_norms - (estimate_sq_norm.sum() - own)
-    full = mean_norm - (total - estimate_sq_norm.sum()) / (count * (count - 1))
-    # One prompt left has no pair: nothing can be said without that group.
-    out = mean_norm_out - np.divide(pairs_out, left * (left - 1), out=np.full(len(own), np.nan), where=left > 1)
-    return float(full), out
+    overall, overall_out = mean_gradient_sq_norm(groups, estimate_sq_norm)
+    return mean_norm - overall, mean_norm_out - overall_out
 
 
 def score_reward_correlation(

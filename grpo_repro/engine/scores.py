@@ -152,6 +152,34 @@ class Scorer:
             products[part] = _dots(group.factors(tokens[part], mask[part])[0], sums)
         return ScoreProducts(sq_norms.cpu().numpy(), products.cpu().numpy(), sums, log_probs.cpu().numpy())
 
+    @torch.no_grad()
+    def add_sums(
+        self,
+        prompt: list[int],
+        tokens: Int[Tensor, "completions length"],
+        mask: Bool[Tensor, "completions length"],
+        weights: Float[np.ndarray, "weights completions"],
+        out: Float[Tensor, "weights dim"],
+    ) -> None:
+        """Add the weighted sums of scores, sum_j w_sj W_j, to ``out`` (nothing else is computed).
+
+        Args:
+            prompt: Token ids of the prompt.
+            tokens: Completions, padded on the right.
+            mask: Which tokens belong to the completions.
+            weights: w; rows are weight vectors over the completions.
+            out: Accumulator in float32, changed in place.
+        """
+        w = torch.from_numpy(np.asarray(weights, dtype=np.float32)).to(self.policy.device)
+        group = _Group(self, prompt, len(tokens))
+        for start in range(0, len(tokens), self.micro_batch):
+            part = slice(start, start + self.micro_batch)
+            offset = 0
+            for factor in group.factors(tokens[part], mask[part])[0]:
+                for at, block in factor.blocks():
+                    out[:, offset + at : offset + at + block.shape[1]].addmm_(w[:, part], block)
+                offset += factor.numel
+
 
 def _accumulate(factors: list[Factors], w: Tensor, sums: Tensor, products: Tensor | None) -> Tensor:
     """Add w W to ``sums`` and <W, w W> to ``products``; returns the squared norms."""

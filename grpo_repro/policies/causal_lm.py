@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 
 from grpo_repro.config import ModelConfig
 from grpo_repro.engine.attention import use_grouped_attention
 from grpo_repro.errors import UserError
+from grpo_repro.fingerprint import resolve_path
 
 
 @dataclass(frozen=True)
@@ -68,21 +69,6 @@ class CausalLM:
         return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
 
 
-def resolve_path(config: ModelConfig) -> str:
-    """Directory or hub id of a model; ``bundled:NAME`` is a folder of this package.
-
-    Raises:
-        UserError: If no path is given, or a bundled name is unknown.
-    """
-    if not config.path:
-        raise UserError(f"model {config.name or 'hf'} has no path; add model.path=DIRECTORY (or a hub id)")
-    if config.path.startswith("bundled:"):
-        from grpo_repro import bundled
-
-        return str(bundled.path(config.path.removeprefix("bundled:")))
-    return config.path
-
-
 def _check_directory(path: Path) -> None:
     """Name what a local model directory lacks, before transformers fails in its own words."""
     needed = {
@@ -100,6 +86,25 @@ def _check_directory(path: Path) -> None:
         json.loads((path / "config.json").read_text(encoding="utf-8"))
     except (ValueError, OSError) as error:
         raise UserError(f"{path / 'config.json'} is not readable JSON ({error}); save the model again") from error
+
+
+def _located(config: ModelConfig) -> str:
+    """Path of a model that is here and complete, or its hub id."""
+    path = resolve_path(config)
+    local = Path(path).expanduser()
+    if not local.exists() and not path.startswith((".", "/", "~")):
+        return path
+    _check_directory(local)
+    return str(local)
+
+
+def _not_loaded(path: str, error: Exception) -> UserError:
+    first = str(error).strip().splitlines()
+    return UserError(
+        f"model {path} could not be loaded ({type(error).__name__}: {first[0] if first else 'no message'}); "
+        "model.path takes a transformers directory with config.json, safetensors weights and a tokenizer, "
+        "or a hub id when there is a network"
+    )
 
 
 def _eos_ids(model: PreTrainedModel, tokenizer: Any) -> tuple[int, ...]:
@@ -128,11 +133,7 @@ def load(config: ModelConfig, device: str = "auto") -> CausalLM:
     Raises:
         UserError: If the model cannot be loaded; the message says what is missing and what to do.
     """
-    path = resolve_path(config)
-    local = Path(path).expanduser()
-    if local.exists() or path.startswith((".", "/", "~")):
-        _check_directory(local)
-        path = str(local)
+    path = _located(config)
     where = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     if where.startswith("cuda") and not torch.cuda.is_available():
         raise UserError(f"device={device}, but torch sees no CUDA device; use device=cpu or device=auto")
@@ -142,12 +143,7 @@ def load(config: ModelConfig, device: str = "auto") -> CausalLM:
         tokenizer = AutoTokenizer.from_pretrained(path, **common)
         model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, use_safetensors=True, **common)
     except Exception as error:  # transformers raises OSError, ValueError, KeyError, SafetensorError, ...
-        first = str(error).strip().splitlines()
-        raise UserError(
-            f"model {path} could not be loaded ({type(error).__name__}: {first[0] if first else 'no message'}); "
-            "model.path takes a transformers directory with config.json, safetensors weights and a tokenizer, "
-            "or a hub id when there is a network"
-        ) from error
+        raise _not_loaded(path, error) from error
     model.to(where).requires_grad_(False)
     use_grouped_attention(model)
     eos = _eos_ids(model, tokenizer)
@@ -157,6 +153,35 @@ def load(config: ModelConfig, device: str = "auto") -> CausalLM:
     pad = tokenizer.pad_token_id
     pad_id = int(pad) if pad is not None else (eos[0] if eos else 0)
     return CausalLM(model, tokenizer, eos, pad_id, config.template, config.chat)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Size of a model, known without its weights."""
+
+    parameters: int
+    width: int
+    layers: int
+    tokenizer: Any
+
+
+def shape(config: ModelConfig) -> Shape:
+    """Read a model's size and tokenizer, without its weights.
+
+    Raises:
+        UserError: If there is no such model.
+    """
+    path = _located(config)
+    common: dict[str, Any] = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, **common)
+        described = AutoConfig.from_pretrained(path, **common)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(described, trust_remote_code=config.trust_remote_code)
+    except Exception as error:
+        raise _not_loaded(path, error) from error
+    parameters = sum(p.numel() for p in model.parameters())
+    return Shape(parameters, described.hidden_size, described.num_hidden_layers, tokenizer)
 
 
 def weights_hash(model: PreTrainedModel) -> str:

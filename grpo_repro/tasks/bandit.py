@@ -1,4 +1,4 @@
-"""The bandit: the task of a tabular policy. Its questions are the policy's contexts, each exactly once."""
+"""The bandit: the task of a tabular policy. Its questions are contexts drawn from the policy's distribution."""
 
 from __future__ import annotations
 
@@ -18,18 +18,19 @@ from grpo_repro.tasks import Question
 class BanditTask:
     """Contexts as questions, actions as completions.
 
-    Question i is context i, its answer the best action's index as text. Binary rewards are drawn by
+    Question i is context `contexts[i]`, its answer the best action's index as text. Binary rewards are drawn by
     `tabular.sample`; `reward` is their mean.
     """
 
     policy: tabular.TabularPolicy
+    contexts: np.ndarray
     questions: list[Question]
     data_hash: str
     name: str = "bandit"
 
     def reward(self, completion: str, question: Question) -> float:
         """Return q(x, a), the mean reward of the action whose index `completion` is; 0 if there is none."""
-        row = self.policy.reward_probs[int(question.id)]
+        row = self.policy.reward_probs[self.contexts[int(question.id)]]
         action = completion.strip()
         return float(row[int(action)]) if action.isdecimal() and int(action) < len(row) else 0.0
 
@@ -38,7 +39,7 @@ def load(task_config: TaskConfig, model_config: ModelConfig | None = None) -> Ba
     """Build the policy of a tabular model with the bandit that it plays.
 
     Args:
-        task_config: Only `name` may differ from the defaults: contexts and their seed are the family's.
+        task_config: `num_questions` contexts are drawn independently, from `seed`; the other keys do not apply.
         model_config: The tabular model; its family holds the contexts and the reward probabilities.
 
     Returns:
@@ -53,17 +54,18 @@ def load(task_config: TaskConfig, model_config: ModelConfig | None = None) -> Ba
         )
     for item in fields(TaskConfig):
         value = getattr(task_config, item.name)
-        if item.name != "name" and value != item.default:
+        if item.name not in ("name", "num_questions", "seed") and value != item.default:
             raise UserError(
                 f"task.{item.name}={value} does not apply to task=bandit; leave it out, and choose the "
                 "contexts by model.family_args, for example model.family_args.contexts=20"
             )
     policy = tabular.build(model_config.family, model_config.family_args)
     best = policy.reward_probs.argmax(axis=1)
+    contexts = tabular.sample_contexts(policy, task_config.num_questions, np.random.default_rng(task_config.seed))
     questions = [
-        Question(str(x), f"context {x}", str(action), policy.family.name) for x, action in enumerate(best)
+        Question(str(i), f"context {x}", str(best[x]), policy.family.name) for i, x in enumerate(contexts)
     ]
-    return BanditTask(policy, questions, _hash(policy.family))
+    return BanditTask(policy, contexts, questions, _hash(policy.family))
 
 
 def _hash(family: Any) -> str:

@@ -1,0 +1,236 @@
+"""The MSE experiment on causal language models: pools and replicates, in bounded memory, resumable."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from grpo_repro import stats, ustat
+from grpo_repro.cells import Cell, Estimate, Progress, cell_rng
+from grpo_repro.engine.sample import Rollout, sample, uniforms
+from grpo_repro.engine.scores import Scorer, unique_completions
+from grpo_repro.errors import UserError
+from grpo_repro.estimators import ESTIMATORS
+from grpo_repro.experiments.mse_eval import MAX_GROUPS, completions, settings
+from grpo_repro.experiments.mse_rows import (
+    Measured, Row, baseline_error_rows, component_rows, frame, mse_rows, prompt_value_rows, replicate_mse, row,
+)  # fmt: skip
+from grpo_repro.experiments.state import Checkpoint
+from grpo_repro.policies import causal_lm
+from grpo_repro.tasks import Question, load_task
+
+SAMPLED_AT_ONCE = 16
+"""Completions sampled together, in micro-batches: sampling keeps no graph and takes far less memory than scoring."""
+
+
+@dataclass
+class _Job:
+    """A cell with its policy, its questions and its place in the work."""
+
+    cell: Cell
+    policy: causal_lm.CausalLM
+    questions: list[Question]
+    prompts: list[list[int]]
+    reward: Any
+    checkpoint: Checkpoint
+    progress: Progress
+    tokens: int = 0
+    config: dict[str, Any] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.config = self.cell.config
+
+    def batches(self, start: int, per_prompt: int) -> list[range]:
+        """Ranges of questions that are sampled together, from `start` on, always cut at the same places."""
+        size = max(1, SAMPLED_AT_ONCE * self.config["micro_batch"] // per_prompt)
+        whole = [range(i, min(i + size, len(self.prompts))) for i in range(0, len(self.prompts), size)]
+        return [part for part in whole if part.start >= start]
+
+    def rollout(self, part: range, per_prompt: int, stream: int) -> tuple[Rollout, Float[np.ndarray, "p k"]]:
+        """Completions and rewards; the random numbers of a question depend on its number and the stream only."""
+        config = self.config
+        root = cell_rng(config["seed"], self.cell.id, stream)
+        seeds = [np.random.SeedSequence(root.entropy, spawn_key=(i,)) for i in part]
+        rollout = sample(
+            self.policy, [self.prompts[i] for i in part], uniforms(seeds, per_prompt, config["max_new_tokens"]),
+            config["temperature"],
+        )  # fmt: skip
+        self.tokens += int(rollout.mask.sum())
+        return rollout, self._rewards(part, rollout)
+
+    def _rewards(self, part: range, rollout: Rollout) -> Float[np.ndarray, "p k"]:
+        rewards = np.empty(rollout.tokens.shape[:2])
+        for place, question in enumerate(part):
+            known: dict[tuple[int, ...], float] = {}
+            lengths = rollout.lengths[place].tolist()
+            for k, (tokens, length) in enumerate(zip(rollout.tokens[place].tolist(), lengths, strict=True)):
+                key = tuple(tokens[:length])
+                if key not in known:
+                    known[key] = float(self.reward(self.policy.decode(key), self.questions[question]))
+                rewards[place, k] = known[key]
+        return rewards
+
+
+def run(cell: Cell, workdir: Path, progress: Progress) -> tuple[pd.DataFrame, dict[str, Any]]:
+    """Measure one cell of a language model; see `mse_eval.run`."""
+    model, task_config = settings(cell)
+    task = load_task(task_config)
+    policy = causal_lm.load(model, cell.config["device"])
+    prompts = [policy.encode(question.text) for question in task.questions]
+    job = _Job(cell, policy, task.questions, prompts, task.reward, Checkpoint(workdir), progress)
+    rows = _components(job) if cell.config["method"] == "components" else _monte_carlo(job)
+    extras = {
+        "completions": completions(cell.config),
+        "tokens": job.tokens,
+        "dtype": str(policy.model.dtype).removeprefix("torch."),
+        "data_hash": task.data_hash,
+        "model_revision": model.revision,
+        "weights_hash": causal_lm.weights_hash(policy.model),
+        "score_parameters": f"all ({policy.num_parameters})",
+    }
+    return frame(cell, rows), extras
+
+
+def estimate(cell: Cell) -> Estimate:
+    """Cost of a cell from a stated model, without weights.
+
+    With d parameters, prompts of P and completions of T tokens, one completion takes 2d flops per token to sample, 2d T
+    to score forward, 2d (T + P) to go back and 2d T for its gradient. The rate is 3e10 flops a second for each CPU thread
+    and 1e14 for a GPU. Equal completions are computed once, which the model does not know: short answers are faster.
+    Memory is weights, the groups' gradients, activations of one micro-batch and the cache of a sampled batch.
+    """
+    config = cell.config
+    model, task_config = settings(cell)
+    shape = causal_lm.shape(model)
+    questions = load_task(task_config).questions
+    prompt = max(len(shape.tokenizer.encode(model.template.replace("{question}", q.text))) for q in questions[:50])
+    length, count = config["max_new_tokens"], completions(config)
+    cuda = torch.cuda.is_available() and config["device"] != "cpu"
+    rate = 1e14 if cuda else 3e10 * torch.get_num_threads()
+    flops = 2.0 * shape.parameters * count * (4 * length + prompt)
+    kept = MAX_GROUPS if config["method"] == "components" else config["replicates"] * len(config["estimators"])
+    activations = 40 * 4 * config["micro_batch"] * (prompt + length) * shape.width * shape.layers
+    cache = 8 * SAMPLED_AT_ONCE * config["micro_batch"] * length * shape.width * shape.layers
+    memory = 4 * shape.parameters * (1 + min(kept, len(questions))) + activations + cache + 500_000_000
+    return Estimate(count, count * length, 5.0 + flops / rate, int(memory))
+
+
+def _pools(job: _Job, groups: np.ndarray | None) -> tuple[ustat.Pool, Tensor, np.ndarray]:
+    """K completions of every question: their pool, the groups' summed gradient estimates and the lengths.
+
+    Args:
+        job: The cell.
+        groups: Group of each question; None takes norms only (the Monte Carlo method's baselines).
+    """
+    size, count = job.config["completions_per_prompt"], len(job.prompts)
+    dim = job.policy.num_parameters
+    state = job.checkpoint.restore("pool") or {
+        "columns": torch.zeros(6, count, size, dtype=torch.float64),
+        "sums": torch.zeros(0 if groups is None else int(groups.max()) + 1, dim),
+        "done": torch.tensor([0, 0]),
+    }
+    columns, sums = state["columns"], state["sums"]
+    job.tokens += int(state["done"][1])
+    with Scorer(job.policy, job.config["temperature"], job.config["micro_batch"]) as scorer:
+        for part in job.batches(int(state["done"][0]), size):
+            rollout, rewards = job.rollout(part, size, stream=0)
+            for place, i in enumerate(part):
+                z = rewards[place]
+                tokens, mask, index = unique_completions(rollout.tokens[place], rollout.mask[place])
+                columns[:3, i] = torch.from_numpy(np.stack([z, rollout.lengths[place].cpu().numpy(), z * 0]))
+                if groups is None:
+                    columns[2, i] = torch.from_numpy(scorer.products(job.prompts[i], tokens, mask).sq_norms[index])
+                    continue
+                # <W_i, sum_j Z_j^p W_j> for p = 0, 1, 2; equal completions share their weights.
+                weights = np.stack([np.bincount(index, z**p, len(tokens)) for p in range(3)])
+                found = scorer.products(job.prompts[i], tokens, mask, weights)
+                norms = found.sq_norms[index]
+                cross = found.products[index].T - norms * np.stack([z**p for p in range(3)])
+                columns[2:, i] = torch.from_numpy(np.concatenate([norms[None], cross]))
+                estimate = (found.sums[1] - z.mean() * found.sums[0]) / (size - 1)
+                sums[int(groups[i])] += estimate.cpu()
+                job.progress(i + 1, count, "questions")
+            state["done"] = torch.tensor([part.stop, job.tokens])
+            job.checkpoint.save_sometimes("pool", state)
+    job.checkpoint.save("pool", state)
+    z, lengths, *rest = columns.numpy()
+    return ustat.Pool(z, *rest), sums, lengths
+
+
+def _components(job: _Job) -> list[Row]:
+    index = _jackknife_groups(job)
+    pool, sums, lengths = _pools(job, index)
+    measured = Measured(pool, stats.PromptGroups.from_sums(index, sums.numpy()))
+    level = job.config["confidence"]
+    rows = component_rows(job.config, measured)
+    rows.append(row("completion_length", stats.mean_interval(lengths.mean(1), level), lengths.shape[1]))
+    return rows + prompt_value_rows([q.id for q in job.questions], pool.rewards, level)
+
+
+def _jackknife_groups(job: _Job) -> np.ndarray:
+    """Cut the questions into as many equal groups as memory allows gradients for, at most `MAX_GROUPS`."""
+    count = len(job.prompts)
+    fits = int(job.config["gradient_memory_gib"] * 2**30 / (4 * job.policy.num_parameters))
+    groups = min(count, MAX_GROUPS, fits)
+    if groups < min(count, 10):
+        raise UserError(
+            f"gradient_memory_gib={job.config['gradient_memory_gib']} holds {fits} gradients of "
+            f"{job.policy.num_parameters} parameters, and the intervals need 10; raise it to "
+            f"{10 * 4 * job.policy.num_parameters / 2**30:.1f} or take a smaller model"
+        )
+    return np.arange(count) * groups // count
+
+
+def _monte_carlo(job: _Job) -> list[Row]:
+    """Independent replicates of the estimate over all questions at each G; baselines from a separate pool."""
+    config = job.config
+    pool, _, _ = _pools(job, None)
+    value, best = pool.rewards.mean(1), ustat.optimal_baseline(pool)
+    rows: list[Row] = []
+    intervals = {}
+    for number, group in enumerate(config["group_sizes"]):
+        estimates = _replicates(job, group, number, value, best)
+        for place, name in enumerate(config["estimators"]):
+            intervals[group, name] = replicate_mse(estimates[place], config["confidence"])
+    rows = mse_rows(config, lambda g, name: intervals[g, name], config["replicates"])
+    return rows + baseline_error_rows(config, pool)
+
+
+def _replicates(
+    job: _Job, group: int, number: int, value: np.ndarray, best: np.ndarray
+) -> Float[np.ndarray, "estimators replicates dim"]:
+    """Gradient estimates over all questions, for each estimator and replicate."""
+    config, count = job.config, len(job.prompts)
+    replicates, names = config["replicates"], config["estimators"]
+    key = f"replicates-{group}"
+    state = job.checkpoint.restore(key) or {
+        "sums": torch.zeros(len(names) * replicates, job.policy.num_parameters),
+        "done": torch.tensor([0, job.tokens]),
+    }
+    sums = state["sums"].to(job.policy.device)
+    job.tokens = max(job.tokens, int(state["done"][1]))
+    steps = len(config["group_sizes"]) * count
+    with Scorer(job.policy, config["temperature"], config["micro_batch"]) as scorer:
+        for part in job.batches(int(state["done"][0]), replicates * group):
+            rollout, rewards = job.rollout(part, replicates * group, stream=1 + number)
+            for place, i in enumerate(part):
+                tokens, mask, index = unique_completions(rollout.tokens[place], rollout.mask[place])
+                z = rewards[place].reshape(replicates, group)
+                baselines = np.full(replicates, value[i]), np.full(replicates, best[i])
+                advantages = np.stack([ESTIMATORS[name](z, *baselines) for name in names]).reshape(-1, group)
+                owner = np.tile(index.reshape(replicates, group), (len(names), 1))
+                weights = np.zeros((len(advantages), len(tokens)))
+                np.add.at(weights, (np.arange(len(weights))[:, None], owner), advantages / (group * count))
+                scorer.add_sums(job.prompts[i], tokens, mask, weights, sums)
+                job.progress(number * count + i + 1, steps, f"questions, G = {group}")
+            state = {"sums": sums.cpu(), "done": torch.tensor([part.stop, job.tokens])}
+            job.checkpoint.save_sometimes(key, state)
+    job.checkpoint.save(key, state)
+    return sums.cpu().numpy().reshape(len(names), replicates, -1)

@@ -1,0 +1,56 @@
+"""Where a model's files are and what they hold, without importing torch."""
+
+from __future__ import annotations
+
+from hashlib import sha256
+from pathlib import Path
+
+from grpo_repro.config import ModelConfig
+from grpo_repro.errors import UserError
+
+HASHED_BYTES = 1 << 28
+"""Files up to this size (256 MiB) are identified by their content, larger ones by name, size and time."""
+
+
+def resolve_path(config: ModelConfig) -> str:
+    """Directory or hub id of a model; ``bundled:NAME`` is a folder of this package.
+
+    Raises:
+        UserError: If no path is given, or a bundled name is unknown.
+    """
+    if not config.path:
+        raise UserError(f"model {config.name or 'hf'} has no path; add model.path=DIRECTORY (or a hub id)")
+    if config.path.startswith("bundled:"):
+        from grpo_repro import bundled
+
+        return str(bundled.path(config.path.removeprefix("bundled:")))
+    return config.path
+
+
+def model_fingerprint(config: ModelConfig) -> str | None:
+    """Identify the files of a local model, so that other weights in the same place are another cell.
+
+    Args:
+        config: The model.
+
+    Returns:
+        16 hex digits; None for a hub id, which `revision` identifies.
+
+    Raises:
+        UserError: If the model has no path or the files cannot be read.
+    """
+    folder = Path(resolve_path(config)).expanduser()
+    if not folder.is_dir():
+        return None
+    digest = sha256()
+    try:
+        for path in sorted(p for p in folder.iterdir() if p.suffix in {".json", ".safetensors", ".model"}):
+            stat = path.stat()
+            digest.update(f"{path.name} {stat.st_size} ".encode())
+            if stat.st_size <= HASHED_BYTES:
+                digest.update(path.read_bytes())
+            else:
+                digest.update(str(stat.st_mtime_ns).encode())
+    except OSError as error:
+        raise UserError(f"cannot read the files of model {folder}: {error.strerror}; check its permissions") from error
+    return digest.hexdigest()[:16]
