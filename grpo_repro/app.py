@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import sys
 import traceback
 from dataclasses import asdict
@@ -51,7 +52,14 @@ def run_task(experiment: str, config: DictConfig) -> None:
         traceback.print_exc(file=sys.stderr)
         outcome = Outcome(experiment, results_dir, status=FAILED, error=f"{type(error).__name__}: {error}")
     path = Path(hydra.runtime.output_dir) / OUTCOME_FILE
-    path.write_text(json.dumps(asdict(outcome)))
+    try:
+        # In one rename: a worker may be stopped at any moment.
+        path.with_suffix(".tmp").write_text(json.dumps(asdict(outcome)))
+        os.replace(path.with_suffix(".tmp"), path)
+    except FileNotFoundError:
+        # The command was interrupted and has taken the folder away: nobody waits for the outcome.
+        if outcome.status != INTERRUPTED:
+            raise
     if outcome.status == INTERRUPTED:
         raise KeyboardInterrupt
 

@@ -13,6 +13,7 @@ from grpo_repro.cli_help import ExperimentCommand, complete_override
 from grpo_repro.data_cli import data_app
 from grpo_repro.errors import RunError, UserError
 from grpo_repro.model_cli import model_app
+from grpo_repro.outcome import INTERRUPTED
 
 app = typer.Typer(
     name="grpo",
@@ -61,7 +62,11 @@ def _experiment(name: str, overrides: list[str], flags: Any, as_json: bool) -> N
     from grpo_repro.launch import launch
     from grpo_repro.report import print_outcome
 
-    outcome = launch(name, overrides, flags)
+    try:
+        outcome = launch(name, overrides, flags)
+    except KeyboardInterrupt:
+        print("interrupted; the same command resumes", file=sys.stderr)
+        raise typer.Exit(INTERRUPTED) from None
     if outcome is not None:
         print_outcome(outcome, as_json, flags.multirun)
         raise typer.Exit(outcome.status)

@@ -7,6 +7,7 @@ import os
 import shutil
 import sys
 import tempfile
+import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -58,10 +59,9 @@ def launch(experiment: str, overrides: list[str], flags: Flags) -> Outcome | Non
         _hydra(experiment, ["--cfg", flags.cfg, "--resolve"], overrides)
         return None
     if flags.dry_run:
-        overrides = [item for item in overrides if _key(item) != "hydra/launcher"]
-        overrides = [item for item in overrides if not _key(item).startswith("hydra.launcher")] + [
-            "dry_run=true"
-        ]
+        # Nothing is run, so no cluster is asked.
+        kept = [item for item in overrides if not _key(item).startswith(("hydra/launcher", "hydra.launcher"))]
+        overrides = [*kept, "dry_run=true"]
     with _job_folder(overrides, keep=flags.multirun and not flags.dry_run) as folder:
         where = ["hydra.run.dir", "hydra.sweep.dir"]
         ours = [f"{key}={_quoted(str(folder))}" for key in where]
@@ -71,15 +71,16 @@ def launch(experiment: str, overrides: list[str], flags: Flags) -> Outcome | Non
         except KeyboardInterrupt:
             interrupted = True
         outcomes = [Outcome(**json.loads(path.read_text())) for path in _outcome_files(folder)]
-        if not outcomes:
-            if interrupted:
-                raise KeyboardInterrupt
-            raise UserError("no job was run; give the swept values as KEY=A,B")
-        joint = merge(outcomes)
-        joint.status = INTERRUPTED if interrupted else joint.status
-    if joint.status in (DONE, INTERRUPTED) and flags.multirun:
-        shutil.rmtree(folder, ignore_errors=True)
-        _remove_if_empty(folder.parent)
+        joint = merge(outcomes) if outcomes else None
+        # Jobs that were submitted outlive an interruption, and need what lies there.
+        if (interrupted and not (folder / ".submitit").exists()) or (joint and joint.status == DONE):
+            _discard(folder)
+    if interrupted:
+        if joint is None:
+            raise KeyboardInterrupt
+        joint.status = INTERRUPTED
+    if joint is None:
+        raise RunError("no job has left an outcome; the same command resumes")
     return joint
 
 
@@ -97,6 +98,8 @@ def check_overrides(overrides: list[str]) -> None:
             raise UserError(f"{item!r} removes a key, and every key is needed; set it: {key}=VALUE")
         if key in ("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir", "hydra.mode"):
             raise UserError(f"{key} is set by grpo itself; use results_dir=DIR and --multirun")
+        if key == "results_dir" and "," in value and value[0] not in "'\"":
+            raise UserError(f"{item!r} names several folders; one run writes to one: results_dir=DIR")
         if key in NESTED and (item.startswith("+") or value in ("", "null") or value.startswith(("[", "{"))):
             known = ", ".join(choices(key))
             raise UserError(f"{item!r} names no {key}; write {key}=NAME, known: {known}")
@@ -129,7 +132,7 @@ def _job_folder(overrides: list[str], keep: bool) -> Iterator[Path]:
     logs.
     """
     if not keep:
-        with tempfile.TemporaryDirectory(prefix="grpo-") as name:
+        with tempfile.TemporaryDirectory(prefix="grpo-", ignore_cleanup_errors=True) as name:
             yield Path(name)
         return
     folder = Path(results_dir(overrides)).resolve() / ".launch" / uuid.uuid4().hex[:8]
@@ -142,9 +145,22 @@ def _job_folder(overrides: list[str], keep: bool) -> Iterator[Path]:
         ) from error
     try:
         yield folder
+    except UserError:
+        # Every job's configuration is composed before the first starts: nothing has run.
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
     finally:
-        _remove_if_empty(folder)
-        _remove_if_empty(folder.parent)
+        for path in (folder, folder.parent, folder.parent.parent):
+            _remove_if_empty(path)
+
+
+def _discard(folder: Path) -> None:
+    """Remove a folder in which workers that were interrupted too may still be writing their last lines."""
+    for _ in range(20):
+        shutil.rmtree(folder, ignore_errors=True)
+        if not folder.exists():
+            return
+        time.sleep(0.05)
 
 
 def _remove_if_empty(folder: Path) -> None:

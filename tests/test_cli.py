@@ -271,10 +271,45 @@ def test_control_c_then_the_same_command_resumes(grpo, arguments):
     out, err = process.communicate(timeout=60)
     assert process.returncode == 130, err
     assert TRACEBACK not in err
-    assert err.count("interrupted; 1 of 3 cells finished; the same command resumes") == 1
+    # A worker of joblib may be stopped before it can count.
+    counted = "interrupted; 1 of 3 cells finished; the same command resumes"
+    lines = [line for line in err.splitlines() if line.startswith("interrupted; ")]
+    assert counted in lines or ("hydra/launcher=joblib" in arguments and lines), err
+    assert all(line.endswith("the same command resumes") for line in lines)
     again = grpo("mse-eval", *arguments, "--json")
     assert json.loads(again.stdout)["rows"] == 15
     assert sorted(path.name for path in (grpo.folder / "results").iterdir()) == ["mse-eval"]
+
+
+def test_control_c_before_any_work_is_130_too(grpo):
+    process = grpo.start("mse-eval")
+    time.sleep(0.5)
+    os.killpg(process.pid, signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    if "cells to run" not in err:
+        assert out == ""
+    assert process.returncode in (130, -signal.SIGINT), err
+
+
+def test_a_worker_that_dies_is_one_message_and_the_command_resumes(grpo):
+    arguments = ["mse-eval", "-m", "seeds=[0],[1]", "hydra/launcher=joblib"]
+    log = grpo.folder / "log"
+    log.touch()
+    process = grpo.start(*arguments, FAKE_SECONDS="0.5", FAKE_LOG=str(log))
+    while not log.read_text():
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.02)
+    os.kill(int(log.read_text().split()[1]), signal.SIGKILL)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert TRACEBACK not in err
+    assert "error: a job died" in err
+    assert json.loads(grpo(*arguments, "--json").stdout)["rows"] == 30
+
+
+def test_a_bad_sweep_leaves_no_folder(grpo):
+    message(grpo("mse-eval", "-m", "foo=1,2"))
+    assert list(grpo.folder.iterdir()) == []
 
 
 def test_foreign_files_get_one_warning_and_stay(grpo):

@@ -143,6 +143,7 @@ def test_good_values_pass():
         ("=1", "KEY=VALUE"),
         ("~seeds=[0]", "removes a key"),
         ("hydra.run.dir=x", "results_dir=DIR"),
+        ("results_dir=a,b", "one run writes to one"),
         ("model=", "bundled-base"),
         ("model=null", "bundled-base"),
         ("+model=hf", "write model=NAME"),
