@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 PAD, EOS, NEWLINE = "<pad>", "<eos>", "\n"
@@ -14,15 +14,18 @@ PAD_ID, EOS_ID, NEWLINE_ID = VOCABULARY[PAD], VOCABULARY[EOS], VOCABULARY[NEWLIN
 def character_tokenizer() -> PreTrainedTokenizerFast:
     """A tokenizer with one id per character of the arithmetic task, `<pad>` = 0 and `<eos>` = 1.
 
-    Padding goes on the left, so that a batch can be continued. A character outside the vocabulary becomes
-    `<pad>`: the models never saw one.
+    It is byte-level BPE without merges: transformers' `AutoTokenizer` turns the tokenizer of any Qwen2 model into
+    one of that kind, so this is the one that it leaves as it is. Padding goes on the left, so that a batch can be
+    continued. Characters outside the vocabulary are dropped: the models never saw one.
 
     Returns:
         A fast tokenizer; no token is added around a text.
     """
-    tokenizer = Tokenizer(models.WordLevel(dict(VOCABULARY), unk_token=PAD))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-    tokenizer.decoder = decoders.Fuse()
+    # The name of the newline's byte in a byte-level vocabulary.
+    vocabulary = {"\u010a" if token == NEWLINE else token: index for token, index in VOCABULARY.items()}
+    tokenizer = Tokenizer(models.BPE(vocabulary, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token=PAD,
