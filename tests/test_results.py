@@ -154,24 +154,25 @@ from grpo_repro.locks import cell_lock
 from grpo_repro.results import Cell, write_cell
 rows = pd.DataFrame({"metric": ["mse"] * 20000, "value": 1.5, "prompt_id": [str(i) for i in range(20000)]})
 folder = Path(sys.argv[1]); (folder / "mse-eval").mkdir(exist_ok=True)
-print("ready", flush=True)
 for number in range(int(sys.argv[2]), 10**9, 100):
     cell = Cell("mse-eval", {"number": number}, "")
     with cell_lock(folder / "mse-eval", cell.id):
         write_cell(folder, cell, rows, {"status": "complete"})
+    print("written", flush=True)
 """
 
 
 @pytest.mark.slow
 def test_a_kill_at_any_moment_leaves_nothing_half_visible(tmp_path):
     folder = tmp_path / "mse-eval"
-    leftovers = 0
-    for attempt in range(12):
+    leftovers, attempt = 0, 0
+    while attempt < 12 or (leftovers == 0 and attempt < 60):
+        attempt += 1
         process = subprocess.Popen(
             [sys.executable, "-c", KILLED, tmp_path, str(attempt)], stdout=subprocess.PIPE
         )
         process.stdout.readline()
-        time.sleep(0.05 + 0.013 * attempt)
+        time.sleep(0.013 * (attempt % 12))
         process.send_signal(signal.SIGKILL)
         process.wait()
         leftovers += len(list(folder.glob(".tmp-*")))
