@@ -310,10 +310,10 @@ def test_best_group_size_minimises_the_error_at_a_fixed_budget(c1, c2, c3, budge
 
     def error(log_excess: float) -> float:
         group = 1 + math.exp(log_excess)
-        return ((c1 + c2 / group + c3 / (group * (group - 1))) * group - c2) / math.sqrt(c1 * c3)
+        return (c1 * group + c3 / (group - 1)) / math.sqrt(c1 * c3)
 
     found = minimize_scalar(error, bracket=(-1.0, 1.0), tol=1e-10)
-    assert 1 + math.exp(found.x) == pytest.approx(best, rel=1e-3)
+    assert 1 + math.exp(found.x) == pytest.approx(best, rel=1e-4)
     assert error(math.log(best - 1)) <= found.fun * (1 + 1e-12)
     grid = np.arange(2, min(int(best) + 20, 20_000))
     errors = [ustat.minibatch_mse(c1, c2, c3, 1, int(g)) * g / budget for g in grid[:500]]
