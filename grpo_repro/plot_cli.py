@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 from grpo_repro.errors import UserError
 
 FORMATS = ("png", "pdf", "svg")
+
+VECTOR_FONTS: Any = {"pdf.fonttype": 42, "svg.fonttype": "path", "svg.hashsalt": "grpo-repro"}
+"""TrueType in PDF, outlines in SVG: printers and journals take both, and the files are reproducible."""
 
 
 def draw(names: list[str], results: Path, out: Path, image_format: str) -> list[Path]:
@@ -20,7 +24,7 @@ def draw(names: list[str], results: Path, out: Path, image_format: str) -> list[
         image_format: `png`, `pdf` or `svg`.
 
     Returns:
-        The files written.
+        The files of the figures; beside each that has a caption lies `<figure>.caption.txt`.
 
     Raises:
         UserError: If a figure, the format or the results cannot be used.
@@ -64,13 +68,21 @@ def draw(names: list[str], results: Path, out: Path, image_format: str) -> list[
 
 
 def _save(figure: object, path: Path) -> Path:
+    import matplotlib
     from matplotlib import pyplot
     from matplotlib.figure import Figure
 
     assert isinstance(figure, Figure)
+    # A figure's caption is its label; without a date, equal results give equal files.
+    caption = str(figure.get_label())
+    key = {"png": "Description", "pdf": "Subject", "svg": "Description"}[path.suffix[1:]]
+    dates = {"pdf": {"CreationDate": None}, "svg": {"Date": None}}.get(path.suffix[1:], {})
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path)
+        with matplotlib.rc_context(VECTOR_FONTS):
+            figure.savefig(path, metadata=dates | ({key: caption} if caption else {}))
+        if caption:
+            path.with_suffix(".caption.txt").write_text(caption, encoding="utf-8")
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror}; name another with --out DIR") from error
     finally:
