@@ -71,9 +71,9 @@ def _drawing(found: list[Panel]) -> str:
     if "monte_carlo" in methods:
         text.append(
             "Markers: R independent replicates of the whole estimate at each G, set a little apart "
-            "horizontally, with Student t intervals; estimators at one G share their completions. On language "
-            "models the baselines of oracle and optimal are estimated from a separate pool, and its error is "
-            "part of the markers, not of the lines."
+            "horizontally, with Student t intervals; estimators at one G share their completions. On "
+            "language models the baselines of oracle and optimal are estimated from a separate pool, and its "
+            "error is part of the markers, not of the lines."
         )
     text.append(f"Grey: slope of 1/G. {_edges(found)}")
     if any(panel.seeds(method) > 1 for panel in found for method in panel.methods):
