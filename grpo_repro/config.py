@@ -65,10 +65,10 @@ class TaskConfig:
         split: `train` or `test`; the two are disjoint.
         seed: Seed of the questions.
         path: File or directory of the data, for tasks that read any.
-        operand_min: Arithmetic: smallest operand of an addition or subtraction.
-        operand_max: Arithmetic: largest operand of an addition or subtraction.
-        factor_min: Arithmetic: smallest factor, divisor and quotient.
-        factor_max: Arithmetic: largest factor, divisor and quotient.
+        operand_min: Arithmetic: smallest operand of a sum or difference, left factor and quotient.
+        operand_max: Arithmetic: largest of these.
+        factor_min: Arithmetic: smallest right factor and divisor.
+        factor_max: Arithmetic: largest right factor and divisor.
     """
 
     name: str = ""
@@ -77,9 +77,9 @@ class TaskConfig:
     seed: int = 0
     path: str | None = None
     operand_min: int = 1
-    operand_max: int = 20
+    operand_max: int = 30
     factor_min: int = 1
-    factor_max: int = 20
+    factor_max: int = 10
 
 
 @dataclass
@@ -113,7 +113,7 @@ class MseEvalConfig:
     methods: list[str] = field(default_factory=lambda: ["components", "monte_carlo"])
     group_sizes: list[int] = field(default_factory=lambda: [4, 8, 16, 32, 64])
     completions_per_prompt: int = 64
-    replicates: int = 32
+    replicates: int = 8
     seeds: list[int] = field(default_factory=lambda: [0])
     confidence: float = 0.95
     temperature: float = 1.0

@@ -148,11 +148,13 @@ def grouped_attention(
     Args:
         module: the attention layer; its ``layer_idx`` names the cache entry.
         query: ``[batch, heads, length, head_dim]``, rotated.
-        key, value: ``[batch, kv_heads, length, head_dim]``.
+        key: ``[batch, kv_heads, length, head_dim]``, rotated.
+        value: ``[batch, kv_heads, length, head_dim]``.
         attention_mask: ignored; masks follow from the cache.
         scaling: factor of the logits.
         grouped: the cache; prompts are stored in it at the first pass, completions read it later.
-        sliding_window, softcap: as the architecture passes them.
+        sliding_window: keys further back are not seen; None for all.
+        softcap: logits are squashed to cap * tanh(logits / cap); None for no cap.
 
     Returns:
         The heads' outputs ``[batch, length, heads, head_dim]`` and no weights.

@@ -20,7 +20,15 @@ from grpo_repro.errors import UserError
 from grpo_repro.estimators import ESTIMATORS
 from grpo_repro.experiments.mse_eval import MAX_GROUPS, completions, settings
 from grpo_repro.experiments.mse_rows import (
-    Measured, Row, baseline_error_rows, component_rows, frame, mse_rows, prompt_value_rows, replicate_mse, row,
+    Measured,
+    Row,
+    baseline_error_rows,
+    component_rows,
+    frame,
+    mse_rows,
+    prompt_value_rows,
+    replicate_mse,
+    row,
 )  # fmt: skip
 from grpo_repro.experiments.state import Checkpoint
 from grpo_repro.policies import causal_lm
@@ -101,9 +109,10 @@ def run(cell: Cell, workdir: Path, progress: Progress) -> tuple[pd.DataFrame, di
 def estimate(cell: Cell) -> Estimate:
     """Cost of a cell from a stated model, without weights.
 
-    With d parameters, prompts of P and completions of T tokens, one completion takes 2d flops per token to sample, 2d T
-    to score forward, 2d (T + P) to go back and 2d T for its gradient. The rate is 3e10 flops a second for each CPU thread
-    and 1e14 for a GPU. Equal completions are computed once, which the model does not know: short answers are faster.
+    With d parameters, prompts of P and completions of T tokens, one completion takes 2d flops per token to sample,
+    2d T to score forward, 2d (T + P) to go back and 2d T for its gradient. The rate is 3e10 flops a second for each
+    CPU thread and 1e14 for a GPU. Equal completions are computed once, which the model does not know: short answers
+    are faster.
     Memory is weights, the groups' gradients, activations of one micro-batch and the cache of a sampled batch.
     """
     config = cell.config
@@ -193,13 +202,13 @@ def _monte_carlo(job: _Job) -> list[Row]:
     config = job.config
     pool, _, _ = _pools(job, None)
     value, best = pool.rewards.mean(1), ustat.optimal_baseline(pool)
-    rows: list[Row] = []
     intervals = {}
     for number, group in enumerate(config["group_sizes"]):
         estimates = _replicates(job, group, number, value, best)
         for place, name in enumerate(config["estimators"]):
             intervals[group, name] = replicate_mse(estimates[place], config["confidence"])
     rows = mse_rows(config, lambda g, name: intervals[g, name], config["replicates"])
+    rows.append(row("value", stats.mean_interval(value, config["confidence"]), pool.rewards.shape[1]))
     return rows + baseline_error_rows(config, pool)
 
 

@@ -13,7 +13,7 @@ and G* speak of questions drawn independently from the task's distribution.
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,13 +41,18 @@ def plan(config: MseEvalConfig) -> list[Cell]:
     Raises:
         UserError: If a method does not fit a policy.
     """
-    models = [config.model] if config.model else [load_choice("model", name) for name in BUNDLED_MODELS]
+    models = [_named(config.model)] if config.model else [load_choice("model", name) for name in BUNDLED_MODELS]
     return [
         _cell(config, model, seed, method)
         for model in models
         for seed in config.seeds
         for method in _methods(config, model)
     ]
+
+
+def _named(model: ModelConfig) -> ModelConfig:
+    """Call a model that was given by its path after the last part of that, so that two of them differ."""
+    return replace(model, name=Path(model.path).name) if model.name == "hf" and model.path else model
 
 
 def _methods(config: MseEvalConfig, model: ModelConfig) -> list[str]:

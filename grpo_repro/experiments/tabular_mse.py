@@ -12,7 +12,15 @@ from grpo_repro.cells import Cell, Progress, cell_rng
 from grpo_repro.estimators import ESTIMATORS
 from grpo_repro.experiments.mse_eval import completions, settings
 from grpo_repro.experiments.mse_rows import (
-    Measured, Row, component_rows, exact, frame, mse_rows, prompt_value_rows, replicate_mse, row,
+    Measured,
+    Row,
+    component_rows,
+    exact,
+    frame,
+    mse_rows,
+    prompt_value_rows,
+    replicate_mse,
+    row,
 )  # fmt: skip
 from grpo_repro.policies import tabular
 from grpo_repro.tasks import bandit

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
+from transformers.utils import logging as transformers_logging
 
 from grpo_repro.config import ModelConfig
 from grpo_repro.engine.attention import use_grouped_attention
@@ -56,13 +57,24 @@ class CausalLM:
 
         Returns:
             Token ids.
+
+        Raises:
+            UserError: If the tokenizer does not belong to the model.
         """
         text = self.template.replace("{question}", question)
-        if not self.chat:
-            return list(self.tokenizer(text)["input_ids"])
-        message = [{"role": "user", "content": text}]
-        rendered = self.tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
-        return list(self.tokenizer(rendered, add_special_tokens=False)["input_ids"])
+        if self.chat:
+            message = [{"role": "user", "content": text}]
+            rendered = self.tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+            tokens = list(self.tokenizer(rendered, add_special_tokens=False)["input_ids"])
+        else:
+            tokens = list(self.tokenizer(text)["input_ids"])
+        vocabulary = self.model.config.vocab_size
+        if tokens and max(tokens) >= vocabulary:
+            raise UserError(
+                f"the tokenizer makes token {max(tokens)} of {text[:40]!r}, the model has {vocabulary} tokens; "
+                "they do not belong together"
+            )
+        return tokens
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Turn a completion's tokens into text, special tokens left out."""
@@ -139,17 +151,16 @@ def load(config: ModelConfig, device: str = "auto") -> CausalLM:
         raise UserError(f"device={device}, but torch sees no CUDA device; use device=cpu or device=auto")
     common: dict[str, Any] = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
     dtype = config.dtype if config.dtype != "auto" else ("float32" if where == "cpu" else "bfloat16")
+    transformers_logging.disable_progress_bar()
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, **common)
         model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, use_safetensors=True, **common)
     except Exception as error:  # transformers raises OSError, ValueError, KeyError, SafetensorError, ...
         raise _not_loaded(path, error) from error
-    model.to(where).requires_grad_(False)
+    model.to(where)  # type: ignore[arg-type]  # transformers' wrapper hides the signature
+    model.requires_grad_(False)
     use_grouped_attention(model)
     eos = _eos_ids(model, tokenizer)
-    vocabulary = model.get_input_embeddings().weight.shape[0]
-    if len(tokenizer) > vocabulary:
-        raise UserError(f"the tokenizer of {path} has {len(tokenizer)} tokens, its model {vocabulary}; they differ")
     pad = tokenizer.pad_token_id
     pad_id = int(pad) if pad is not None else (eos[0] if eos else 0)
     return CausalLM(model, tokenizer, eos, pad_id, config.template, config.chat)

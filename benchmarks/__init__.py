@@ -1,0 +1,1 @@
+"""Speed, memory and interval widths, side by side with the alternatives: `make bench`."""
