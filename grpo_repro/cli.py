@@ -83,9 +83,7 @@ def plot(
         Optional[Path],  # noqa: UP045
         typer.Option("--out", help="Folder of the figures; RESULTS/figures by default."),
     ] = None,
-    image_format: Annotated[
-        str, typer.Option("--format", metavar="png|pdf|svg", help="File format.")
-    ] = "png",
+    image_format: Annotated[str, typer.Option("--format", metavar="png|pdf|svg", help="File format.")] = "png",
     as_json: Json = False,
 ) -> None:
     """Draw figures from results; runs no model.

@@ -26,9 +26,7 @@ def _complete_task(incomplete: str) -> list[str]:
     return [name for name in choices("task") if name.startswith(incomplete)]
 
 
-Task = Annotated[
-    str, typer.Argument(metavar="TASK", help="Name in conf/task.", autocompletion=_complete_task)
-]
+Task = Annotated[str, typer.Argument(metavar="TASK", help="Name in conf/task.", autocompletion=_complete_task)]
 Overrides = Annotated[
     Optional[list[str]],  # noqa: UP045
     typer.Argument(metavar="OVERRIDES", help="KEY=VALUE of the task, such as num_questions=20."),

@@ -113,9 +113,7 @@ def _writable(results_dir: Path) -> Check:
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        return Check(
-            "results folder", False, f"{results_dir}: {error.strerror}; name another with results_dir=DIR"
-        )
+        return Check("results folder", False, f"{results_dir}: {error.strerror}; name another with results_dir=DIR")
     return Check("results folder", True, f"{results_dir.absolute()} is writable")
 
 
@@ -152,11 +150,7 @@ def _launchers() -> Check:
         "hydra-ray-launcher": "ray",
     }
     found = [short for name, short in names.items() if _version(name)]
-    detail = (
-        f"basic, {', '.join(found)}"
-        if found
-        else "basic only; more: pip install 'grpo-repro[slurm]' or [ray]"
-    )
+    detail = f"basic, {', '.join(found)}" if found else "basic only; more: pip install 'grpo-repro[slurm]' or [ray]"
     return Check("launchers", bool(found), detail, needed=False)
 
 

@@ -117,9 +117,7 @@ def _missing_value(text: str, known: list[str]) -> str | None:
 
 
 def _articles(kind: str) -> str:
-    return {"Integer": "a whole number", "Float": "a number", "Boolean": "true or false"}.get(
-        kind, f"a {kind}"
-    )
+    return {"Integer": "a whole number", "Float": "a number", "Boolean": "true or false"}.get(kind, f"a {kind}")
 
 
 def _did_you_mean(name: str, known: list[str]) -> str:

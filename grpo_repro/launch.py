@@ -189,9 +189,7 @@ def _hydra(experiment: str, flags: list[str], overrides: list[str]) -> None:
 
     register()
     task = getattr(app, experiment.replace("-", "_"))
-    entry = hydra.main(
-        config_path=str(conf_dir()), config_name=f"experiment/{experiment}", version_base="1.3"
-    )
+    entry = hydra.main(config_path=str(conf_dir()), config_name=f"experiment/{experiment}", version_base="1.3")
     with _arguments([f"grpo {experiment}", *flags, *overrides]):
         try:
             entry(task)()
@@ -200,9 +198,7 @@ def _hydra(experiment: str, flags: list[str], overrides: list[str]) -> None:
         except Exception as error:
             # The task functions raise nothing, so this is a launcher whose worker died.
             reason = (str(error).strip() or "no reason given").splitlines()[0]
-            raise RunError(
-                f"a job died: {type(error).__name__}: {reason}; the same command resumes"
-            ) from error
+            raise RunError(f"a job died: {type(error).__name__}: {reason}; the same command resumes") from error
 
 
 @contextmanager

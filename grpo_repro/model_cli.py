@@ -97,9 +97,7 @@ def build(
     """
     recipe = name.removeprefix("bundled-")
     if recipe == "icl":
-        raise UserError(
-            f"{name} has no weights of its own: it is instruct with examples in its prompt; build that"
-        )
+        raise UserError(f"{name} has no weights of its own: it is instruct with examples in its prompt; build that")
     if recipe not in RECIPES:
         raise UserError(f"no recipe for model {name!r}; known: {', '.join(RECIPES)}")
     target = out or Path("models") / recipe

@@ -46,9 +46,7 @@ def draw(names: list[str], results: Path, out: Path, image_format: str) -> list[
     rows = read_results(results)
     if rows.empty:
         state = "holds no results" if results.is_dir() else "does not exist"
-        raise UserError(
-            f"{results} {state}; run `grpo mse-eval` first or name another folder with --results DIR"
-        )
+        raise UserError(f"{results} {state}; run `grpo mse-eval` first or name another folder with --results DIR")
     paths, empty = [], []
     for name in names or list(FIGURES):
         try:

@@ -35,8 +35,7 @@ def cost(estimates: Sequence[Estimate]) -> str:
     seconds = sum(estimate.seconds for estimate in estimates)
     memory = max((estimate.memory_bytes for estimate in estimates), default=0)
     return (
-        f"{completions:,} completions, {tokens:,} tokens, about {duration(seconds)}, "
-        f"{memory / 2**30:.2g} GiB of memory"
+        f"{completions:,} completions, {tokens:,} tokens, about {duration(seconds)}, {memory / 2**30:.2g} GiB of memory"
     )
 
 

@@ -48,10 +48,7 @@ __all__ = [
 
 SCHEMA = pa.schema(
     [(name, pa.string()) for name in ("experiment", "cell_id", "model", "task", "estimator", "method")]
-    + [
-        (name, pa.int64())
-        for name in ("group_size", "budget", "num_prompts", "iteration", "seed", "replicate")
-    ]
+    + [(name, pa.int64()) for name in ("group_size", "budget", "num_prompts", "iteration", "seed", "replicate")]
     + [(name, pa.string()) for name in ("prompt_id", "metric")]
     + [(name, pa.float64()) for name in ("value", "ci_low", "ci_high", "ci_level")]
     + [("count", pa.int64())]

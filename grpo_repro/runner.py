@@ -172,9 +172,7 @@ def _save_seconds(clock: Path, seconds: float) -> None:
         return
 
 
-def _fail(
-    cell: Cell, error: Exception, outcome: Outcome, reporter: Reporter, workdir: Path | None = None
-) -> None:
+def _fail(cell: Cell, error: Exception, outcome: Outcome, reporter: Reporter, workdir: Path | None = None) -> None:
     """Report a cell's failure at once; an unexpected one leaves its traceback beside the partial work."""
     expected = isinstance(error, UserError)
     message = str(error) if expected else f"{type(error).__name__}: {error}"

@@ -136,9 +136,7 @@ def _model(model: ModelConfig) -> None:
     _name("model.kind", model.kind, MODEL_KINDS)
     _name("model.dtype", model.dtype, DTYPES)
     if not model.name:
-        raise UserError(
-            "keys of model are set but no model is named; name one, for example model=hf model.path=DIR"
-        )
+        raise UserError("keys of model are set but no model is named; name one, for example model=hf model.path=DIR")
     if model.kind == "tabular":
         if not model.family:
             raise UserError("model.family is empty; a tabular policy needs one, see conf/model/tabular.yaml")
