@@ -109,26 +109,31 @@ def run(cell: Cell, workdir: Path, progress: Progress) -> tuple[pd.DataFrame, di
 def estimate(cell: Cell) -> Estimate:
     """Cost of a cell from a stated model, without weights.
 
-    With d parameters, prompts of P and completions of T tokens, one completion takes 2d flops per token to sample,
-    2d T to score forward, 2d (T + P) to go back and 2d T for its gradient. The rate is 3e10 flops a second for each
-    CPU thread and 1e14 for a GPU. Equal completions are computed once, which the model does not know: short answers
-    are faster.
-    Memory is weights, the groups' gradients, activations of one micro-batch and the cache of a sampled batch.
+    With d parameters, prompts of P and completions of T tokens, a distinct completion takes 2d flops per token to
+    sample, 2d T to score forward, 2d (T + P) to go back and 2d T for its gradient, and each weighted sum 2d more. Short
+    answers repeat: of n completions of at most 16 tokens n^0.7 are taken as distinct. The rate is 3e10 flops a second
+    for each CPU thread and 1e14 for a GPU, plus 0.03 s for each group. Memory is weights, the groups' gradients,
+    activations of one micro-batch and the cache of a sampled batch.
     """
     config = cell.config
     model, task_config = settings(cell)
     shape = causal_lm.shape(model)
     questions = load_task(task_config).questions
     prompt = max(len(shape.tokenizer.encode(model.template.replace("{question}", q.text))) for q in questions[:50])
-    length, count = config["max_new_tokens"], completions(config)
+    length, pool, replicates = config["max_new_tokens"], config["completions_per_prompt"], config.get("replicates", 0)
+    sizes = [pool] + [replicates * group for group in config["group_sizes"] if replicates]
+    sums = [3] + [replicates * len(config["estimators"])] * (len(sizes) - 1)
+    distinct = [n**0.7 if length <= 16 else n for n in sizes]
+    work = sum(n * (4 * length + prompt + s) for n, s in zip(distinct, sums, strict=True))
     cuda = torch.cuda.is_available() and config["device"] != "cpu"
     rate = 1e14 if cuda else 3e10 * torch.get_num_threads()
-    flops = 2.0 * shape.parameters * count * (4 * length + prompt)
-    kept = MAX_GROUPS if config["method"] == "components" else config["replicates"] * len(config["estimators"])
-    activations = 40 * 4 * config["micro_batch"] * (prompt + length) * shape.width * shape.layers
+    seconds = 5.0 + len(questions) * (0.03 * len(sizes) + 2.0 * shape.parameters * work / rate)
+    kept = max(min(MAX_GROUPS, len(questions)) if not replicates else 0, *sums)
+    activations = 40 * 4 * min(config["micro_batch"], pool) * (prompt + length) * shape.width * shape.layers
     cache = 8 * SAMPLED_AT_ONCE * config["micro_batch"] * length * shape.width * shape.layers
-    memory = 4 * shape.parameters * (1 + min(kept, len(questions))) + activations + cache + 500_000_000
-    return Estimate(count, count * length, 5.0 + flops / rate, int(memory))
+    memory = 4 * shape.parameters * (1 + kept) + activations + cache + 500_000_000
+    count = completions(config)
+    return Estimate(count, count * length, seconds, int(memory))
 
 
 def _pools(job: _Job, groups: np.ndarray | None) -> tuple[ustat.Pool, Tensor, np.ndarray]:
