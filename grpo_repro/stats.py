@@ -24,7 +24,7 @@ class Interval:
     high: float
 
 
-def quantile(confidence: float, degrees: float) -> float:
+def quantile(confidence: float, degrees: int | float) -> float:
     """Two-sided Student t quantile; inf without a degree of freedom (nothing is known of the spread)."""
     return float(student_t.ppf(0.5 + confidence / 2, degrees)) if degrees > 0 else float("inf")
 
@@ -47,7 +47,7 @@ def mean_interval(values: Float[np.ndarray, " n"], confidence: float) -> Interva
 
 
 def fixed_set_mean(
-    values: Float[np.ndarray, " prompts"], variances: Float[np.ndarray, " prompts"], confidence: float, scale: float = 1
+    values: Float[np.ndarray, " prompts"], variances: Float[np.ndarray, " prompts"], confidence: float, scale: float = 1.0
 ) -> Interval:
     """Mean over a fixed set of prompts whose only randomness is in their completions.
 
