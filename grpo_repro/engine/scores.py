@@ -47,7 +47,7 @@ class ScoreProducts:
 
 def unique_completions(
     tokens: Int[Tensor, "group length"], mask: Bool[Tensor, "group length"]
-) -> tuple[Int[Tensor, "distinct length"], Bool[Tensor, "distinct length"], Int[np.ndarray, " group"]]:
+) -> tuple[Int[Tensor, "distinct longest"], Bool[Tensor, "distinct longest"], Int[np.ndarray, " group"]]:
     """Merge equal completions: equal tokens have equal scores, and short answers repeat a lot.
 
     Returns:
@@ -221,7 +221,7 @@ class _Group:
         if self.prefix:
             with scorer.recording() as taps:
                 prefill(self.policy.model, torch.tensor([self.prefix], device=device), self.cache)
-            self.taps = [tap for tap in taps if tap.output.shape[1] == shared]
+            self.taps = taps
 
     def factors(self, tokens: Tensor, mask: Tensor) -> tuple[list[Factors], Tensor]:
         """Factors of the completions' scores for every parameter, and log pi(y | x)."""
