@@ -47,7 +47,10 @@ def mean_interval(values: Float[np.ndarray, " n"], confidence: float) -> Interva
 
 
 def fixed_set_mean(
-    values: Float[np.ndarray, " prompts"], variances: Float[np.ndarray, " prompts"], confidence: float, scale: float = 1.0
+    values: Float[np.ndarray, " prompts"],
+    variances: Float[np.ndarray, " prompts"],
+    confidence: float,
+    scale: float = 1.0,
 ) -> Interval:
     """Mean over a fixed set of prompts whose only randomness is in their completions.
 
