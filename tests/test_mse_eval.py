@@ -174,12 +174,11 @@ def test_estimate_counts_the_completions():
 def model_dir(tmp_path_factory) -> Path:
     """A Qwen2 of 12 thousand parameters with random weights and the character tokenizer, as transformers saves it.
 
-    The weights are large enough that its answers are not uniform: on small numbers its first digit is right now and
-    then.
+    Of 75 models tried, this is the one most often right on small numbers: 0.10 of the time, a third on some.
     """
     folder = tmp_path_factory.mktemp("model")
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(5)
+        torch.manual_seed(18)
         model = Qwen2ForCausalLM(
             Qwen2Config(
                 vocab_size=len(VOCABULARY), hidden_size=24, intermediate_size=48, num_hidden_layers=2,
@@ -188,7 +187,7 @@ def model_dir(tmp_path_factory) -> Path:
             )
         )  # fmt: skip
         for parameter in model.parameters():
-            parameter.data += 0.1 * torch.randn_like(parameter)
+            parameter.data += 0.3 * torch.randn_like(parameter)
     model.generation_config.eos_token_id = [EOS_ID, VOCABULARY["\n"]]
     model.save_pretrained(folder)
     character_tokenizer().save_pretrained(folder)
@@ -200,7 +199,7 @@ def language_config(folder: Path, **changes: Any) -> MseEvalConfig:
     base = MseEvalConfig(
         model=ModelConfig(name="random", path=str(folder)),
         task=TaskConfig(name="arithmetic", num_questions=12, **ranges), group_sizes=[4, 16],
-        completions_per_prompt=64, replicates=64, max_new_tokens=2, temperature=0.9, micro_batch=64, device="cpu",
+        completions_per_prompt=512, replicates=200, max_new_tokens=2, temperature=0.9, micro_batch=64, device="cpu",
     )  # fmt: skip
     return replace(base, **changes)
 
@@ -251,12 +250,12 @@ def language_rows(model_dir, tmp_path_factory) -> dict[str, pd.DataFrame]:
 def test_components_and_replicates_agree_with_every_completion_of_a_language_model(model_dir, language_rows):
     """Each method against the truth by enumeration, then against each other, in joint standard errors.
 
-    The replicates' baselines come from a pool of K = 64, which adds F Var(V_hat)/G to the error of `oracle` and
+    The replicates' baselines come from a pool of K = 512, which adds F Var(V_hat)/G to the error of `oracle` and
     `optimal`: the estimate of that excess (`baseline_error_mse`) is taken off, and for `oracle` is itself compared
     with its exact mean F sigma^2/(K G).
     """
     terms, _ = enumerated(model_dir)
-    assert (terms.value > 0.01).sum() >= 6  # the model is right now and then, so there is an error to measure
+    assert (terms.value > 0.1).sum() >= 4  # there is an error to measure
     pooled = overall(language_rows["components"], "mse", BY_ESTIMATOR)
     repeated = overall(language_rows["monte_carlo"], "mse", BY_ESTIMATOR)
     excess = overall(language_rows["monte_carlo"], "baseline_error_mse", BY_ESTIMATOR)
@@ -265,12 +264,15 @@ def test_components_and_replicates_agree_with_every_completion_of_a_language_mod
         truth = ustat.mse(terms, int(group), name).mean() / 12
         added = excess.get((name, group), (0.0, 0.0, 0.0))
         other = repeated[name, group]
-        joint = np.hypot(error(found, np.inf), error(other, 63))
+        joint = np.hypot(error(found, np.inf), error(other, 199))
+        assert (
+            max(error(found, np.inf), error(other, 199)) < 0.1 * truth
+        )  # so that the comparisons tell something
         assert abs(found[0] - truth) < 4 * error(found, np.inf), (name, group)
-        assert abs(other[0] - added[0] - truth) < 4 * error(other, 63), (name, group)
+        assert abs(other[0] - added[0] - truth) < 4 * error(other, 199), (name, group)
         assert abs(other[0] - added[0] - found[0]) < 4 * joint, (name, group)
         if name == "oracle":
-            exact = (terms.score_sq_norm * terms.reward_variance).mean() / 64 / group / 12
+            exact = (terms.score_sq_norm * terms.reward_variance).mean() / 512 / group / 12
             assert abs(added[0] - exact) < 4 * error(added, 11), group
 
 
@@ -295,7 +297,7 @@ def test_components_of_a_language_model_equal_enumeration(model_dir, language_ro
         assert abs(found[0] - value) < 4 * error(found, 11), metric
     per_prompt = language_rows["components"]
     values = per_prompt[per_prompt["prompt_id"].notna()]["value"].to_numpy()
-    spread = np.sqrt(terms.reward_variance / 64)
+    spread = np.sqrt(terms.reward_variance / 512)
     assert np.all(np.abs(values - terms.value) < 4.5 * spread + 1e-12)
 
 
