@@ -5,6 +5,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 RESULTS ?= results
 FIGURES ?= $(RESULTS)/figures
+POLICIES := bundled-base,bundled-instruct,bundled-icl
 
 .PHONY: reproduce test check figures bench clean install
 .DEFAULT_GOAL := reproduce
@@ -19,8 +20,9 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev]'
 	@touch $@
 
+# The three policies on all cores, one process for each cell.
 reproduce: $(STAMP)
-	$(BIN)/grpo mse-eval results_dir=$(RESULTS)
+	$(BIN)/grpo mse-eval -m hydra/launcher=joblib hydra.launcher.batch_size=1 model=$(POLICIES) methods=[components],[monte_carlo] results_dir=$(RESULTS)
 	$(BIN)/grpo plot mse --results $(RESULTS) --out $(FIGURES)
 
 figures: $(STAMP)

@@ -103,7 +103,7 @@ class MseEvalConfig:
         micro_batch: Completions per forward pass; changes speed and memory only.
         gradient_memory_gib: Memory that per-sample gradients may take.
         results_dir: Folder of the results.
-        threads: Threads of torch; None leaves its default.
+        threads: Threads of torch; None takes one for a model of less than 5 M parameters, else torch's default.
         dry_run: Print the plan and its estimated cost, run nothing.
     """
 

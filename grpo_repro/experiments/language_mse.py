@@ -37,6 +37,13 @@ from grpo_repro.tasks import Question, load_task
 SAMPLED_AT_ONCE = 16
 """Completions sampled together, in micro-batches: sampling keeps no graph and takes far less memory than scoring."""
 
+SMALL_MODEL = 5_000_000
+"""Parameters below which one thread is taken unless `threads` says otherwise.
+
+The matrices of such a model are too small to share out, and threads that wait for each other on a busy machine made
+the bundled job ten times slower; cells in parallel (a Hydra launcher) use several cores better.
+"""
+
 
 @dataclass
 class _Job:
@@ -91,6 +98,8 @@ def run(cell: Cell, workdir: Path, progress: Progress) -> tuple[pd.DataFrame, di
     model, task_config = settings(cell)
     task = load_task(task_config)
     policy = causal_lm.load(model, cell.config["device"])
+    if cell.config["threads"] is None and policy.num_parameters < SMALL_MODEL:
+        torch.set_num_threads(1)
     prompts = [policy.encode(question.text) for question in task.questions]
     job = _Job(cell, policy, task.questions, prompts, task.reward, Checkpoint(workdir), progress)
     rows = _components(job) if cell.config["method"] == "components" else _monte_carlo(job)

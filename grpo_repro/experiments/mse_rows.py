@@ -136,18 +136,23 @@ def baseline_error_rows(config: dict[str, Any], pool: ustat.Pool) -> list[Row]:
 def replicate_mse(estimates: Float[np.ndarray, "replicates dim"], confidence: float) -> Interval:
     """The paper's Monte Carlo: mean squared distance of R independent estimates from their mean, unbiased.
 
-    MSE = (1/(R-1)) sum_r ||g_r - mean||^2 (the estimators are unbiased, so their error is their variance), with the
-    Student t interval of the R distances.
+    MSE = (1/(R-1)) sum_r ||g_r - mean||^2 (the estimators are unbiased, so their error is their variance). The interval
+    is the jackknife's over replicates, with Student's t; nothing is known of the spread from two replicates.
     """
     count = len(estimates)
-    centred = estimates - estimates.mean(0, dtype=np.float64)
-    return stats.mean_interval((centred**2).sum(1) * (count / (count - 1)), confidence)
+    distances = ((estimates - estimates.mean(0, dtype=np.float64)) ** 2).sum(1)
+    value = float(distances.sum() / (count - 1))
+    if count < 3:
+        return Interval(value, -np.inf, np.inf)
+    left_out = (distances.sum() - distances * count / (count - 1)) / (count - 2)
+    return stats.jackknife(value, left_out, confidence)
 
 
 def summary_tables(rows: pd.DataFrame) -> Any:
     """The tables that `grpo mse-eval` prints: error by estimator and G, then one line for each policy."""
     from rich.console import Group
 
+    rows = rows.sort_values(["model", "seed", "method"], kind="stable")  # parallel jobs finish in any order
     return Group(_mse_table(rows), _policy_table(rows))
 
 
