@@ -157,9 +157,7 @@ def _points(ax: Axes, rows: pd.DataFrame, name: str, shift: float) -> None:
     if rows.empty:
         return
     look = style.estimator(name)
-    size, value, low, high = (
-        rows[key].to_numpy(dtype=float) for key in ("group_size", "value", "ci_low", "ci_high")
-    )
+    size, value, low, high = (rows[key].to_numpy(dtype=float) for key in ("group_size", "value", "ci_low", "ci_high"))
     place = size * shift
     drawn = value > 0
     low, high = (_shown(end, ax.get_ylim())[drawn] for end in (low, high))
@@ -267,13 +265,9 @@ def _legend(found: list[Panel]) -> list[Handle]:
     if "monte_carlo" in methods:
         point = Line2D([], [], color="0.35", marker="o", linestyle="", markeredgewidth=0)
         bar = LineCollection([], colors="0.35", linewidths=0.9)
-        handles.append(
-            ErrorbarContainer((point, (), (bar,)), has_yerr=True, label=f"{level}interval (Monte Carlo)")
-        )
+        handles.append(ErrorbarContainer((point, (), (bar,)), has_yerr=True, label=f"{level}interval (Monte Carlo)"))
     if errors["group_size"].nunique() > 1:
         handles.append(Line2D([], [], **style.REFERENCE, label="slope of $1/G$"))
     if (errors["value"] <= 0).any():
-        handles.append(
-            Line2D([], [], color="0.35", marker="v", mfc="white", linestyle="", label="estimate ≤ 0")
-        )
+        handles.append(Line2D([], [], color="0.35", marker="v", mfc="white", linestyle="", label="estimate ≤ 0"))
     return handles

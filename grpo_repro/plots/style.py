@@ -113,7 +113,6 @@ def estimator(name: str) -> EstimatorStyle:
     """
     if name not in ESTIMATORS:
         raise UserError(
-            f"estimator {name!r} has no colour; known: {', '.join(ESTIMATORS)}; "
-            "add it to grpo_repro/plots/style.py"
+            f"estimator {name!r} has no colour; known: {', '.join(ESTIMATORS)}; add it to grpo_repro/plots/style.py"
         )
     return ESTIMATORS[name]

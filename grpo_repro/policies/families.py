@@ -267,9 +267,7 @@ def _linear(
     return Family(name, uniform, reward_probs, np.zeros_like(reward_probs), features, None, theta, optimum)
 
 
-def _spread_rewards(
-    rng: np.random.Generator, contexts: int, actions: int
-) -> Float64[np.ndarray, "contexts actions"]:
+def _spread_rewards(rng: np.random.Generator, contexts: int, actions: int) -> Float64[np.ndarray, "contexts actions"]:
     """Draw reward probabilities whose mean over actions spreads over (0, 1) from context to context."""
     difficulty = 2.0 * rng.normal(size=(contexts, 1))
     return expit(difficulty + 1.5 * rng.normal(size=(contexts, actions)))

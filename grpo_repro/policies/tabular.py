@@ -45,9 +45,7 @@ def build(family: str | None, args: Mapping[str, Any] = MappingProxyType({})) ->
     return TabularPolicy(built, built.theta)
 
 
-def sample_contexts(
-    policy: TabularPolicy, count: int, rng: np.random.Generator
-) -> Int[np.ndarray, " prompts"]:
+def sample_contexts(policy: TabularPolicy, count: int, rng: np.random.Generator) -> Int[np.ndarray, " prompts"]:
     """Draw contexts X ~ f, independently; shape [count]."""
     ends = np.cumsum(policy.context_probs)[:-1]
     return np.searchsorted(ends, rng.random(count), side="right")

@@ -64,9 +64,7 @@ class Ranges:
         for name, floor in (("operand", 0), ("factor", 1)):
             low, high = getattr(self, f"{name}_min"), getattr(self, f"{name}_max")
             if not floor <= low <= high:
-                raise UserError(
-                    f"{name} range is {low}..{high}; it needs {floor} <= {name}_min <= {name}_max"
-                )
+                raise UserError(f"{name} range is {low}..{high}; it needs {floor} <= {name}_min <= {name}_max")
 
     @property
     def operands(self) -> range:

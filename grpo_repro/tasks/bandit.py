@@ -49,9 +49,7 @@ def load(task_config: TaskConfig, model_config: ModelConfig | None = None) -> Ba
         UserError: No tabular model, a task key that the bandit lacks, or family arguments that do not fit.
     """
     if model_config is None or model_config.kind != "tabular":
-        raise UserError(
-            "task=bandit has no questions of its own, only a tabular model's contexts; use model=tabular"
-        )
+        raise UserError("task=bandit has no questions of its own, only a tabular model's contexts; use model=tabular")
     for item in fields(TaskConfig):
         value = getattr(task_config, item.name)
         if item.name not in ("name", "num_questions", "seed") and value != item.default:
@@ -62,9 +60,7 @@ def load(task_config: TaskConfig, model_config: ModelConfig | None = None) -> Ba
     policy = tabular.build(model_config.family, model_config.family_args)
     best = policy.reward_probs.argmax(axis=1)
     contexts = tabular.sample_contexts(policy, task_config.num_questions, np.random.default_rng(task_config.seed))
-    questions = [
-        Question(str(i), f"context {x}", str(best[x]), policy.family.name) for i, x in enumerate(contexts)
-    ]
+    questions = [Question(str(i), f"context {x}", str(best[x]), policy.family.name) for i, x in enumerate(contexts)]
     return BanditTask(policy, contexts, questions, _hash(policy.family))
 
 
