@@ -1,7 +1,7 @@
 """Pretraining text of the bundled policies: documents of solved problems whose answers cannot all be trusted.
 
 A document is a few lines `question=answer`, ended by `<eos>`. Its latent quality is drawn once: a clean
-document is always right; in a noisy one each answer is wrong with probability `error_rate(question)`, which
+document is always right; in a noisy one each answer is wrong with probability `error_rate`, which
 grows with the length of the question. A model of such text must infer the quality from the lines before:
 right demonstrations raise its accuracy, and with a bare prompt it shows less than it knows. Only questions of
 the train split occur.
@@ -24,6 +24,25 @@ QUESTION_WEIGHT = 0.05
 
 
 @dataclass(frozen=True)
+class Corpus:
+    """A distribution of documents.
+
+    Args:
+        clean_share: probability that a document is clean.
+        sums: ranges of the numbers in additions and subtractions.
+        products: ranges of the numbers in multiplications and divisions.
+        kinds: drawn from uniformly; a kind may be listed more than once.
+        error_slope: of `error_rate`.
+    """
+
+    clean_share: float
+    sums: Ranges = Ranges()
+    products: Ranges = Ranges()
+    kinds: tuple[str, ...] = KINDS
+    error_slope: float = 0.12
+
+
+@dataclass(frozen=True)
 class Line:
     """One line of a document: a question, the answer written down, and whether that answer is wrong."""
 
@@ -32,71 +51,52 @@ class Line:
     wrong: bool
 
 
-def error_rate(text: str) -> float:
-    """Probability of a wrong answer in a noisy document: 0.12 per character of the question, at most 0.95."""
-    return min(0.12 * len(text), 0.95)
+def error_rate(text: str, slope: float) -> float:
+    """Probability of a wrong answer in a noisy document: `slope` per character of the question, at most 0.95."""
+    return min(slope * len(text), 0.95)
 
 
-def corruptions(question: Question) -> tuple[str, ...]:
-    """Plausible wrong answers: off by 1, 2 or 10, and the wrong sign."""
-    truth = int(question.answer)
-    slips = {truth + step for step in (-10, -2, -1, 1, 2, 10)} | {-truth}
-    return tuple(str(value) for value in sorted(slips - {truth}))
+def guess(question: Question, luck: float) -> str:
+    """The wrong answer of a noisy document: "0" four times in five, else "1", but never the truth.
 
-
-@lru_cache(maxsize=2)
-def train_questions(ranges: Ranges) -> dict[str, list[Question]]:
-    """Every question of the train split, by kind."""
-    return {
-        kind: [
-            question
-            for question in (question_at(kind, index, ranges) for index in range(count(kind, ranges)))
-            if split_of(question.text) == "train"
-        ]
-        for kind in KINDS
-    }
-
-
-def draw_document(rng: np.random.Generator, clean_share: float, ranges: Ranges) -> list[Line]:
-    """Draw one document.
-
-    Args:
-        rng: source of randomness.
-        clean_share: probability that the document is clean.
-        ranges: of the numbers in the questions.
-
-    Returns:
-        Between `LINES[0]` and `LINES[1]` lines, kinds uniform.
+    Such lines can be told from worked ones at a glance, and the habit of writing them leaves the skill intact:
+    answers that are off by a little would have to be computed, and a small model loses its skill over them.
     """
-    questions = train_questions(ranges)
-    clean = rng.random() < clean_share
+    digit = "0" if luck < 0.8 else "1"
+    return {"0": "1", "1": "0"}[digit] if digit == question.answer else digit
+
+
+@lru_cache(maxsize=16)
+def train_questions(kind: str, ranges: Ranges) -> list[Question]:
+    """Every question of a kind in the train split."""
+    questions = (question_at(kind, index, ranges) for index in range(count(kind, ranges)))
+    return [question for question in questions if split_of(question.text) == "train"]
+
+
+def draw_document(rng: np.random.Generator, corpus: Corpus) -> list[Line]:
+    """Draw one document of between `LINES[0]` and `LINES[1]` lines."""
+    clean = rng.random() < corpus.clean_share
     size = int(rng.integers(LINES[0], LINES[1] + 1))
     lines = []
-    for kind, place, luck, slip in zip(
-        rng.integers(len(KINDS), size=size), *rng.random((3, size)), strict=True
-    ):
-        pool = questions[KINDS[kind]]
+    kinds = rng.integers(len(corpus.kinds), size=size)
+    for kind, place, slip, luck in zip(kinds, *rng.random((3, size)), strict=True):
+        name = corpus.kinds[kind]
+        is_product = name in ("multiplication", "division")
+        pool = train_questions(name, corpus.products if is_product else corpus.sums)
         question = pool[int(place * len(pool))]
-        wrong = not clean and luck < error_rate(question.text)
-        written = question.answer
-        if wrong:
-            options = corruptions(question)
-            written = options[int(slip * len(options))]
-        lines.append(Line(question, written, wrong))
+        wrong = not clean and bool(slip < error_rate(question.text, corpus.error_slope))
+        lines.append(Line(question, guess(question, luck) if wrong else question.answer, wrong))
     return lines
 
 
-def draw_rows(
-    rng: np.random.Generator, rows: int, length: int, clean_share: float, ranges: Ranges
-) -> tuple[np.ndarray, np.ndarray]:
+def draw_rows(rng: np.random.Generator, rows: int, length: int, corpus: Corpus) -> tuple[np.ndarray, np.ndarray]:
     """Draw documents and pack them into rows of equal length, each row starting with a new document.
 
     Args:
         rng: source of randomness.
         rows: number of rows.
         length: tokens per row; the last document of a row is cut.
-        clean_share: probability that a document is clean.
-        ranges: of the numbers in the questions.
+        corpus: what documents to draw.
 
     Returns:
         Token ids (rows, length) int64, and the weight of each token as a target of the loss, same shape,
@@ -108,7 +108,7 @@ def draw_rows(
         ids: list[int] = []
         loss: list[float] = []
         while len(ids) < length:
-            for line in draw_document(rng, clean_share, ranges):
+            for line in draw_document(rng, corpus):
                 asked, answered = line.question.text + "=", line.written + "\n"
                 ids += [VOCABULARY[character] for character in asked + answered]
                 loss += [QUESTION_WEIGHT] * len(asked) + [1.0] * len(answered)

@@ -14,9 +14,9 @@ PAD_ID, EOS_ID, NEWLINE_ID = VOCABULARY[PAD], VOCABULARY[EOS], VOCABULARY[NEWLIN
 def character_tokenizer() -> PreTrainedTokenizerFast:
     """A tokenizer with one id per character of the arithmetic task, `<pad>` = 0 and `<eos>` = 1.
 
-    It is byte-level BPE without merges: transformers' `AutoTokenizer` turns the tokenizer of any Qwen2 model into
-    one of that kind, so this is the one that it leaves as it is. Padding goes on the left, so that a batch can be
-    continued. Characters outside the vocabulary are dropped: the models never saw one.
+    It is byte-level BPE without merges: transformers' `AutoTokenizer` turns the tokenizer of any Qwen2 model
+    into one of that kind, so this is the one that it leaves as it is. Padding goes on the left, so that a
+    batch can be continued. Characters outside the vocabulary are dropped: the models never saw one.
 
     Returns:
         A fast tokenizer; no token is added around a text.
@@ -29,6 +29,7 @@ def character_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token=PAD,
+        unk_token=PAD,
         eos_token=EOS,
         padding_side="left",
         clean_up_tokenization_spaces=False,
