@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -299,6 +299,44 @@ def test_components_of_a_language_model_equal_enumeration(model_dir, language_ro
     values = per_prompt[per_prompt["prompt_id"].notna()]["value"].to_numpy()
     spread = np.sqrt(terms.reward_variance / 512)
     assert np.all(np.abs(values - terms.value) < 4.5 * spread + 1e-12)
+
+
+def test_pool_of_a_language_model_equals_that_of_its_score_vectors(model_dir, tmp_path, monkeypatch):
+    """Every number of the pool and of the groups' gradients, from the vectors of the very same completions."""
+    rollouts, seen = [], []
+    draw, use = language_mse.sample, language_mse.component_rows
+    monkeypatch.setattr(language_mse, "sample", lambda *args: rollouts.append(draw(*args)) or rollouts[-1])
+    monkeypatch.setattr(language_mse, "component_rows", lambda _, found: seen.append(found) or use(_, found))
+    config = language_config(model_dir, completions_per_prompt=16, micro_batch=3)
+    measured(cell_of(config, "components"), tmp_path)
+    pool, groups = seen[0].pool, seen[0].groups
+    policy, task = causal_lm.load(config.model, "cpu"), load_task(config.task)
+    tokens, mask = (torch.cat([getattr(r, name) for r in rollouts]) for name in ("tokens", "mask"))
+    assert len(tokens) == 12 and pool.rewards.sum() > 5
+    vectors = []
+    with Scorer(policy, config.temperature) as scorer:
+        for i, question in enumerate(task.questions):
+            found = scorer.products(policy.encode(question.text), tokens[i], mask[i], np.eye(16))
+            vectors.append(found.sums.double().numpy())
+            rewards = [
+                task.reward(policy.decode(t[m].tolist()), question)
+                for t, m in zip(tokens[i], mask[i], strict=True)
+            ]
+            assert pool.rewards[i].tolist() == rewards
+    w = np.array(vectors)
+    expected = ustat.Pool.from_gram(w @ w.transpose(0, 2, 1), pool.rewards)
+    for f in fields(ustat.Pool):
+        truth = getattr(expected, f.name)
+        np.testing.assert_allclose(
+            getattr(pool, f.name), truth, rtol=0, atol=2e-5 * np.abs(truth).max(), err_msg=f.name
+        )
+    gradients = np.einsum("mk,mkd->md", ustat.group_gradient_weights(pool.rewards), w)
+    assert groups.index.tolist() == list(range(12))
+    for found, truth in (
+        (groups.sq_norms, (gradients**2).sum(1)),
+        (groups.with_total, gradients @ gradients.sum(0)),
+    ):
+        np.testing.assert_allclose(found, truth, rtol=0, atol=2e-5 * np.abs(truth).max())
 
 
 def test_length_of_completions_counts_the_end_token(language_rows):
