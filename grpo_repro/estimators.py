@@ -1,7 +1,8 @@
 """The policy-gradient estimators: rewards of a group -> advantages.
 
-Every estimator is ``g_hat(x) = (1/G) sum_i W_i (Z_i - C_i)`` (Eq. 4-5, Table 1 of the paper) and differs only in
-the baseline C_i, so an estimator is a function that turns rewards into advantages ``Z_i - C_i``.
+Every estimator is ``g_hat(x) = (1/G) sum_i W_i (Z_i - C_i)`` and differs only in the baseline C_i (Eq. 4-5 and Table 1
+of the paper for `vanilla`, `grpo` and `oracle`; `optimal` is what remains best when Assumption 2 fails), so an
+estimator is a function that turns rewards into advantages ``Z_i - C_i``.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
 Two populations must be kept apart. The mean squared error on a *fixed set* of questions (Figure 4) varies only
 because completions are random, so its interval comes from the completions of each question (`fixed_set_mean`).
 The components c1, c2, c3 and the best group size speak of prompts drawn from a distribution, so their intervals
-come from the prompts (`jackknife`).
+come from the prompts (`jackknife`), taken as independent draws. Where the set was drawn in equal parts from kinds of
+prompts, as the arithmetic task's is, those intervals also hold the spread between kinds: too wide, not too narrow.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Float, Int
 from scipy.stats import t as student_t
+
+from grpo_repro import ustat
 
 
 @dataclass(frozen=True)
@@ -55,13 +58,14 @@ def fixed_set_mean(
     """Mean over a fixed set of prompts whose only randomness is in their completions.
 
     Args:
-        values: Unbiased estimate for each prompt.
+        values: Estimate for each prompt.
         variances: Variance of each of them over redraws of its completions (`ustat.pool_variance`).
         confidence: Level.
         scale: Factor on the mean (1/M turns a mean of per-prompt errors into the error of the set's gradient).
 
     Returns:
-        scale * mean(values) +- z sqrt(sum variances) / M * scale; degrees of freedom are taken as many.
+        scale * mean(values) +- z sqrt(sum variances) / M * scale; degrees of freedom are taken as
+        many, so a handful of prompts gets too narrow an interval.
     """
     count = len(values)
     mean = float(np.mean(values))
@@ -117,13 +121,29 @@ def fieller(
     return Interval(a / b, (linear - root) / quadratic, (linear + root) / quadratic)
 
 
-def optimal_group_size_interval(c1_over_c3: Interval) -> Interval:
-    """G* = 1 + sqrt(c3/c1) (Theorem 7) with the interval carried over from c1/c3; G* is infinite at c1 <= 0."""
+def optimal_group_size_interval(
+    c1: tuple[float, Float[np.ndarray, " groups"]], c3: tuple[float, Float[np.ndarray, " groups"]], confidence: float
+) -> Interval:
+    """G* = 1 + sqrt(c3/c1) (Theorem 7, exact form), its interval carried over from Fieller's of c1/c3.
 
-    def best(ratio: float) -> float:
-        return 1 + 1 / float(np.sqrt(ratio)) if ratio > 0 else float("inf")
+    Args:
+        c1: Estimate of E||g(X) - g||^2 and its leave-a-group-out values.
+        c3: The same of E R(X).
+        confidence: Level.
 
-    return Interval(best(c1_over_c3.value), best(c1_over_c3.high), best(c1_over_c3.low))
+    Returns:
+        `ustat.optimal_group_size` with its interval; the upper end is infinite where c1 may be zero, and both
+        ends are nan where c3 does not differ from zero, the value too where c3 is not positive.
+    """
+    ratio = fieller(c1, c3, confidence)
+    value = ustat.optimal_group_size(c1[0], c3[0])
+    if c3[0] <= 0 or not np.isfinite([ratio.low, ratio.high]).all():
+        return Interval(value if c3[0] > 0 else np.nan, np.nan, np.nan)
+
+    def best(bound: float) -> float:
+        return 1 + 1 / float(np.sqrt(bound)) if bound > 0 else float("inf")
+
+    return Interval(value, best(ratio.high), best(ratio.low))
 
 
 @dataclass(frozen=True)
@@ -197,21 +217,31 @@ def between_prompt_variance(
     return mean_norm - overall, mean_norm_out - overall_out
 
 
+def wilson(successes: int | float, count: int, confidence: float) -> Interval:
+    """Wilson's interval of a proportion; unlike Student's it has a width at 0 and at 1."""
+    z2, share = quantile(confidence, np.inf) ** 2, successes / count
+    centre = (share + z2 / (2 * count)) / (1 + z2 / count)
+    half = np.sqrt(z2 * (share * (1 - share) / count + z2 / (4 * count**2))) / (1 + z2 / count)
+    return Interval(share, float(max(0.0, centre - half)), float(min(1.0, centre + half)))
+
+
 def score_reward_correlation(
     sq_norms: Float[np.ndarray, "prompts pool"], rewards: Float[np.ndarray, "prompts pool"], confidence: float
 ) -> Interval:
     """Correlation of ||W||^2 with Z given the prompt, pooled over prompts: the diagnostic of Assumption 2.
 
-    sum_x cov_x(||W||^2, Z) / sqrt(sum_x var_x(||W||^2) sum_x var_x(Z)), with a jackknife over prompts. Undefined
-    (nan) where either never varies within a prompt.
+    sum_x cov_x(||W||^2, Z) / sqrt(sum_x var_x(||W||^2) sum_x var_x(Z)), with a jackknife over prompts. It is 0 where
+    either is constant given the prompt, up to rounding (Assumption 2 then holds).
     """
+    scale = np.sqrt(np.mean(sq_norms**2)) * 1e-6  # float32 scores carry about this much rounding
     a = sq_norms - sq_norms.mean(1, keepdims=True)
+    a[np.abs(a).max(1) <= scale] = 0.0
     z = rewards - rewards.mean(1, keepdims=True)
     sums = np.stack([(a * z).sum(1), (a * a).sum(1), (z * z).sum(1)])
     left = sums.sum(1, keepdims=True) - sums
 
     def ratio(part: np.ndarray) -> np.ndarray:
-        scale = np.sqrt(np.maximum(part[1] * part[2], 0.0))
-        return np.divide(part[0], scale, out=np.full_like(scale, np.nan), where=scale > 0)
+        spread = np.sqrt(np.maximum(part[1] * part[2], 0.0))
+        return np.divide(part[0], spread, out=np.zeros_like(spread), where=spread > 0)
 
     return jackknife(float(ratio(sums.sum(1))), ratio(left), confidence)

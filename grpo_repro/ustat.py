@@ -11,8 +11,9 @@ For one prompt with score W, reward Z, V = E Z, rho = Z - V and g = E[W Z] the m
 independently has c1/B + c2/(B G) + c3/(B G (G-1)) with c1 = E||g(X) - g||^2, c2 = E S_o(X), c3 = E R(X)
 (Proposition 3), and a fixed set of M prompts, each used once, has (1/M^2) sum_x MSE(x; G).
 
-`Pool` holds what is needed of K completions per prompt; `components` estimates every term without bias. Nothing is
-clamped: an unbiased estimate of a small positive number may be negative.
+`Pool` holds what is needed of K completions per prompt; `components` estimates every term without bias, but for the
+ratio in `optimal` (see there). Nothing is clamped: an unbiased estimate of a small positive number may be negative.
+Rewards should be of order one: far from zero, differences of large sums lose digits (float64: half at 1e4).
 """
 
 from __future__ import annotations
@@ -51,10 +52,6 @@ class Components:
     second_order: PerPrompt
     optimal: PerPrompt
 
-    def mean(self, axis: int | None = None) -> Components:
-        """Average every term over an axis (default: all)."""
-        return Components(**{f.name: np.asarray(getattr(self, f.name).mean(axis)) for f in fields(self)})
-
 
 def mse(terms: Components, group_size: int, estimator: str) -> PerPrompt:
     """Mean squared error of one prompt's estimate from G completions (Theorem 2, exact form).
@@ -92,7 +89,12 @@ def minibatch_mse(c1: float, c2: float, c3: float, num_prompts: int, group_size:
 
     Returns:
         c1/B + c2/(B G) + c3/(B G (G - 1)).
+
+    Raises:
+        UserError: For B < 1 or G < 2.
     """
+    if num_prompts < 1 or group_size < 2:
+        raise UserError(f"no minibatch of {num_prompts} prompts with {group_size} completions; B >= 1 and G >= 2")
     return (c1 + c2 / group_size + c3 / (group_size * (group_size - 1))) / num_prompts
 
 
@@ -104,7 +106,8 @@ def optimal_group_size(c1: float, c3: float) -> float:
         c3: E R(X).
 
     Returns:
-        G* = 1 + sqrt(c3/c1); infinite where the (estimated) c1 is not positive, 1 where c3 is not.
+        G* = 1 + sqrt(c3/c1); infinite where the (estimated) c1 is not positive, else 1 where c3 is not. It may be
+        below 2, the smallest group of grpo: then the best one is 2.
 
     >>> optimal_group_size(c1=1.0, c3=9.0)
     4.0
@@ -215,7 +218,9 @@ def _components(s: _Sums) -> Components:
 def components(pool: Pool) -> tuple[Components, Components]:
     """Unbiased estimates of the terms from each prompt's pool, and their leave-one-completion-out values.
 
-    `optimal` contains a ratio and is corrected by the jackknife over completions (bias O(1/K^2)); every other term
+    `optimal` contains a ratio; the jackknife over completions leaves it a bias of O(1/K^2), towards zero, once K is
+    large against the rarest completions that matter. Where those with large scores are rarer than 1/K it is a few
+    per cent too low (1.5% at K = 64 on the tabular family `curved`), which its interval does not know. Every other term
     is exactly unbiased.
 
     Args:

@@ -38,7 +38,7 @@ def validate(config: MseEvalConfig) -> None:
     _group_sizes(config)
     _seeds(config.seeds)
     _at_least("completions_per_prompt", config.completions_per_prompt, 4, "its variances need four")
-    _at_least("replicates", config.replicates, 2, "an interval needs two")
+    _at_least("replicates", config.replicates, 3, "an interval needs three")
     _at_least("max_new_tokens", config.max_new_tokens, 1)
     _at_least("micro_batch", config.micro_batch, 1)
     if config.threads is not None:
@@ -127,7 +127,7 @@ def _seeds(seeds: Sequence[int]) -> None:
 def _task(task: TaskConfig) -> None:
     if not task.name:
         raise UserError("no task is named; use for example task=arithmetic")
-    _at_least("task.num_questions", task.num_questions, 2, "the error over questions needs two")
+    _at_least("task.num_questions", task.num_questions, 3, "intervals over questions need three")
     _name("task.split", task.split, ("train", "test"))
     _at_least("task.seed", task.seed, 0)
 

@@ -92,7 +92,7 @@ def small_policy(name: str) -> TabularPolicy:
     return uneven(tabular.build(name, SMALL[name]))
 
 
-LAWS: dict[str, Law] = {
-    f"{name}-{x}": of_context(small_policy(name), x) for name in SMALL for x in (0, 3)
-} | {f"real-{seed}": real_valued(seed) for seed in range(3)}
+LAWS: dict[str, Law] = {f"{name}-{x}": of_context(small_policy(name), x) for name in SMALL for x in (0, 3)} | {
+    f"real-{seed}": real_valued(seed) for seed in range(3)
+}
 """Laws of several families (contexts 0 and 3), and some that are none's."""

@@ -42,25 +42,19 @@ COMMON: dict[str, Any] = dict(
 def _qwen2(vocab: int) -> Any:
     # Biases on queries, keys and values; two heads share a key head; tied embeddings with a padding row.
     return Qwen2ForCausalLM(
-        Qwen2Config(
-            vocab_size=vocab, num_key_value_heads=2, tie_word_embeddings=True, pad_token_id=0, **COMMON
-        )
+        Qwen2Config(vocab_size=vocab, num_key_value_heads=2, tie_word_embeddings=True, pad_token_id=0, **COMMON)
     )
 
 
 def _llama(vocab: int) -> Any:
     return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=vocab, num_key_value_heads=1, tie_word_embeddings=False, mlp_bias=True, **COMMON
-        )
+        LlamaConfig(vocab_size=vocab, num_key_value_heads=1, tie_word_embeddings=False, mlp_bias=True, **COMMON)
     )
 
 
 def _gemma(vocab: int) -> Any:
     # Norms (1 + w) x, embeddings scaled by sqrt(width), tied, with a padding row.
-    return GemmaForCausalLM(
-        GemmaConfig(vocab_size=vocab, num_key_value_heads=1, head_dim=16, pad_token_id=0, **COMMON)
-    )
+    return GemmaForCausalLM(GemmaConfig(vocab_size=vocab, num_key_value_heads=1, head_dim=16, pad_token_id=0, **COMMON))
 
 
 def _gemma2(vocab: int) -> Any:
@@ -91,9 +85,7 @@ def _qwen3(vocab: int) -> Any:
 
 def _mistral(vocab: int) -> Any:
     return MistralForCausalLM(
-        MistralConfig(
-            vocab_size=vocab, num_key_value_heads=2, sliding_window=3, tie_word_embeddings=False, **COMMON
-        )
+        MistralConfig(vocab_size=vocab, num_key_value_heads=2, sliding_window=3, tie_word_embeddings=False, **COMMON)
     )
 
 
@@ -144,9 +136,7 @@ def make(
     return Case(CausalLM(model, tokenizer, eos, pad_id=0), plain)
 
 
-def completions(
-    case: Case, prompt: list[int], length: int, temperature: float
-) -> dict[tuple[int, ...], float]:
+def completions(case: Case, prompt: list[int], length: int, temperature: float) -> dict[tuple[int, ...], float]:
     """Exact probability of every completion of at most `length` tokens, by plain forward passes."""
     vocab = case.plain.config.vocab_size
     found: dict[tuple[int, ...], float] = {}

@@ -107,9 +107,7 @@ def test_share_of_the_test_split_is_the_stated_one() -> None:
 
 
 def test_a_remainder_goes_to_random_kinds_and_seeds_decide() -> None:
-    counts = [
-        [sum(q.kind == kind for q in generate(7, "test", s, Ranges())) for kind in KINDS] for s in range(200)
-    ]
+    counts = [[sum(q.kind == kind for q in generate(7, "test", s, Ranges())) for kind in KINDS] for s in range(200)]
     assert all(sorted(row) == [1, 1, 1, 2, 2] for row in counts)
     # Each kind gets one of two extra places among five: mean 1.4.
     error = np.sqrt(0.4 * 0.6 / 200)

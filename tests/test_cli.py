@@ -227,9 +227,7 @@ def test_multirun_really_runs_and_prints_one_object(grpo, launcher):
     assert sorted(path.name for path in (grpo.folder / "results").iterdir()) == ["mse-eval"]
     plain = grpo("mse-eval", "--json", "model=hf", "model.path=x", "seeds=[0,1]", "results_dir=other")
     for cell in json.loads(plain.stdout)["cells"]:
-        parts = [
-            grpo.folder / where / "mse-eval" / cell / "metrics.parquet" for where in ("results", "other")
-        ]
+        parts = [grpo.folder / where / "mse-eval" / cell / "metrics.parquet" for where in ("results", "other")]
         assert parts[0].read_bytes() == parts[1].read_bytes()
 
 

@@ -23,9 +23,7 @@ def composed(*overrides):
 
 @pytest.mark.parametrize("name", schema.choices("model"))
 def test_every_model_composes(name):
-    settings = (
-        composed(f"model={name}", "model.path=somewhere") if name == "hf" else composed(f"model={name}")
-    )
+    settings = composed(f"model={name}", "model.path=somewhere") if name == "hf" else composed(f"model={name}")
     assert settings.model.name == name
     assert settings.task.name == ("bandit" if name == "tabular" else "arithmetic")
     validate(settings)

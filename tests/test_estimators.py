@@ -135,8 +135,7 @@ def test_lemma_1_the_leave_one_out_gradient_is_a_u_statistic(seed, size, dim, bi
     np.testing.assert_allclose(grpo(rewards, np.zeros(()), np.zeros(())), rewards - others, atol=1e-14)
     found = grpo(rewards, np.zeros(()), np.zeros(())) @ scores / size
     pairs = [
-        0.5 * (scores[i] - scores[j]) * (rewards[i] - rewards[j])
-        for i, j in itertools.combinations(range(size), 2)
+        0.5 * (scores[i] - scores[j]) * (rewards[i] - rewards[j]) for i, j in itertools.combinations(range(size), 2)
     ]
     tolerance = 1e-13 * np.abs(scores).max()
     np.testing.assert_allclose(found, np.mean(pairs, axis=0), rtol=0, atol=tolerance)

@@ -29,9 +29,7 @@ def test_constant_norm_satisfies_assumption_2_whatever_the_rewards(seed, factors
     assert np.linalg.norm(policy.gradient) > 0
     # Corollary 5, strictly: oracle is the best prompt-only baseline and vanilla is worse.
     np.testing.assert_allclose(policy.optimal, policy.first_order, atol=1e-13)
-    np.testing.assert_allclose(
-        policy.vanilla - policy.first_order, policy.score_sq_norm * policy.value**2, atol=1e-13
-    )
+    np.testing.assert_allclose(policy.vanilla - policy.first_order, policy.score_sq_norm * policy.value**2, atol=1e-13)
     assert np.all(policy.vanilla > policy.first_order)
 
 

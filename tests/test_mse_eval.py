@@ -43,15 +43,11 @@ def measured(cell: Cell, folder: Path) -> pd.DataFrame:
     rows, extras = mse_eval.run(cell, folder, quiet)
     assert set(rows["metric"]) <= set(results.METRICS)
     results.to_table(cell, rows)  # the schema takes them
-    assert extras["completions"] == (
-        0 if cell.config["method"] == "exact" else mse_eval.completions(cell.config)
-    )
+    assert extras["completions"] == (0 if cell.config["method"] == "exact" else mse_eval.completions(cell.config))
     return rows
 
 
-def overall(
-    rows: pd.DataFrame, metric: str, keys: tuple[str, ...] = ()
-) -> dict[Any, tuple[float, float, float]]:
+def overall(rows: pd.DataFrame, metric: str, keys: tuple[str, ...] = ()) -> dict[Any, tuple[float, float, float]]:
     """(value, low, high) of a metric over all prompts, by estimator and group size where asked for."""
     if "prompt_id" in rows:
         rows = rows[rows["prompt_id"].isna()]
@@ -213,9 +209,7 @@ def enumerated(folder: Path) -> tuple[ustat.Components, np.ndarray]:
     """Exact terms of every question and its expected gradient, from every completion of up to two tokens."""
     config = language_config(folder)
     policy, task = causal_lm.load(config.model, "cpu"), load_task(config.task)
-    plain = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager"
-    ).eval()
+    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     from small_models import Case
 
     terms, gradients = [], []
@@ -265,9 +259,7 @@ def test_components_and_replicates_agree_with_every_completion_of_a_language_mod
         added = excess.get((name, group), (0.0, 0.0, 0.0))
         other = repeated[name, group]
         joint = np.hypot(error(found, np.inf), error(other, 199))
-        assert (
-            max(error(found, np.inf), error(other, 199)) < 0.1 * truth
-        )  # so that the comparisons tell something
+        assert max(error(found, np.inf), error(other, 199)) < 0.1 * truth  # so that the comparisons tell something
         assert abs(found[0] - truth) < 4 * error(found, np.inf), (name, group)
         assert abs(other[0] - added[0] - truth) < 4 * error(other, 199), (name, group)
         assert abs(other[0] - added[0] - found[0]) < 4 * joint, (name, group)
@@ -319,8 +311,7 @@ def test_pool_of_a_language_model_equals_that_of_its_score_vectors(model_dir, tm
             found = scorer.products(policy.encode(question.text), tokens[i], mask[i], np.eye(16))
             vectors.append(found.sums.double().numpy())
             rewards = [
-                task.reward(policy.decode(t[m].tolist()), question)
-                for t, m in zip(tokens[i], mask[i], strict=True)
+                task.reward(policy.decode(t[m].tolist()), question) for t, m in zip(tokens[i], mask[i], strict=True)
             ]
             assert pool.rewards[i].tolist() == rewards
     w = np.array(vectors)
@@ -360,14 +351,10 @@ class Interruption:
 
 
 @pytest.mark.parametrize("method", ["components", "monte_carlo"])
-def test_interrupted_cells_give_the_rows_of_uninterrupted_ones_bit_for_bit(
-    method, model_dir, tmp_path, monkeypatch
-):
+def test_interrupted_cells_give_the_rows_of_uninterrupted_ones_bit_for_bit(method, model_dir, tmp_path, monkeypatch):
     """Cut off again and again, at random questions, the state saved after every batch of questions."""
     monkeypatch.setattr(Checkpoint, "save_sometimes", Checkpoint.save)
-    config = language_config(
-        model_dir, completions_per_prompt=16, replicates=4, group_sizes=[2, 4], micro_batch=2
-    )
+    config = language_config(model_dir, completions_per_prompt=16, replicates=4, group_sizes=[2, 4], micro_batch=2)
     cell = cell_of(config, method)
     whole, extras = mse_eval.run(cell, _made(tmp_path / "whole"), quiet)
     rng, cuts, left = np.random.default_rng(0), 0, _made(tmp_path / "cut")
@@ -425,15 +412,11 @@ def test_fewer_groups_of_prompts_change_intervals_over_prompts_only(model_dir, t
     parameters = sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(model_dir).parameters())
     many = language_config(model_dir, completions_per_prompt=8)
     cell = cell_of(many, "components")
-    few = Cell(
-        cell.experiment, cell.config | {"gradient_memory_gib": 11.5 * 4 * parameters / 2**30}, cell.label
-    )
+    few = Cell(cell.experiment, cell.config | {"gradient_memory_gib": 11.5 * 4 * parameters / 2**30}, cell.label)
     # The random numbers derive from the cell's id, which must not differ for this comparison.
     original = language_mse.cell_rng
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            language_mse, "cell_rng", lambda seed, identity, stream: original(seed, cell.id, stream)
-        )
+        patch.setattr(language_mse, "cell_rng", lambda seed, identity, stream: original(seed, cell.id, stream))
         first, second = measured(cell, tmp_path / "many"), measured(few, tmp_path / "few")
     np.testing.assert_allclose(second["value"], first["value"], rtol=1e-5)
     same = first["metric"].isin(["mse", "completion_length"]) | first["prompt_id"].notna()

@@ -26,9 +26,7 @@ from grpo_repro.locks import cell_lock, clean_up
 from grpo_repro.manifest import build_manifest, git_sha
 from grpo_repro.results import SCHEMA, Cell, cell_rng, read_results, write_cell
 
-ROWS = pd.DataFrame(
-    {"model": "m", "group_size": [4, 8], "metric": "mse", "value": [0.5, 0.25], "estimator": "grpo"}
-)
+ROWS = pd.DataFrame({"model": "m", "group_size": [4, 8], "metric": "mse", "value": [0.5, 0.25], "estimator": "grpo"})
 
 
 def make_cell(**changes):
@@ -168,9 +166,7 @@ def test_a_kill_at_any_moment_leaves_nothing_half_visible(tmp_path):
     leftovers, attempt = 0, 0
     while attempt < 12 or (leftovers == 0 and attempt < 60):
         attempt += 1
-        process = subprocess.Popen(
-            [sys.executable, "-c", KILLED, tmp_path, str(attempt)], stdout=subprocess.PIPE
-        )
+        process = subprocess.Popen([sys.executable, "-c", KILLED, tmp_path, str(attempt)], stdout=subprocess.PIPE)
         process.stdout.readline()
         time.sleep(0.013 * (attempt % 12))
         process.send_signal(signal.SIGKILL)

@@ -40,9 +40,7 @@ def go(settings):
 
 
 def rows(settings):
-    return results.read_results(settings.results_dir).sort_values(
-        ["cell_id", "group_size"], ignore_index=True
-    )
+    return results.read_results(settings.results_dir).sort_values(["cell_id", "group_size"], ignore_index=True)
 
 
 def test_a_repeated_run_runs_only_what_is_missing(settings, log, capsys):

@@ -16,9 +16,7 @@ from grpo_repro.errors import UserError
 PROMPTS = [[5, 6, 9, 11, 3], [8, 1], [4, 4, 4, 12, 13, 14, 15, 16, 17, 18, 19], [10], [3, 20, 21, 22, 5, 6]]
 
 
-def drawn(
-    case: Case, prompts: list[list[int]], group: int, length: int, temperature: float = 0.8, seed: int = 1
-):
+def drawn(case: Case, prompts: list[list[int]], group: int, length: int, temperature: float = 0.8, seed: int = 1):
     return sample(case.policy, prompts, uniforms(seeds(seed, len(prompts)), group, length), temperature)
 
 

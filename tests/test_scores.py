@@ -34,16 +34,12 @@ def reference(architecture: str, prompt: str, untied: bool = False) -> tuple[Cas
     return case, *backward_passes(case, PROMPTS[prompt], COMPLETIONS)
 
 
-def backward_passes(
-    case: Case, prompt: list[int], completions: list[tuple[int, ...]]
-) -> tuple[Tensor, Tensor]:
+def backward_passes(case: Case, prompt: list[int], completions: list[tuple[int, ...]]) -> tuple[Tensor, Tensor]:
     model = copy.deepcopy(case.plain).double().requires_grad_(True)
     rows, log_probs = [], []
     for completion in completions:
         model.zero_grad(set_to_none=True)
-        logits = model(torch.tensor([[*prompt, *completion]]), use_cache=False).logits[
-            0, len(prompt) - 1 : -1
-        ]
+        logits = model(torch.tensor([[*prompt, *completion]]), use_cache=False).logits[0, len(prompt) - 1 : -1]
         table = torch.log_softmax(logits / TEMPERATURE, -1)
         value = table.gather(-1, torch.tensor(completion)[:, None]).sum()
         value.backward()
@@ -176,9 +172,7 @@ def test_duplicates_merge_without_a_change(architecture):
 
 def test_unique_completions_tell_padding_from_a_token_of_the_same_id():
     tokens = torch.tensor([[3, 0, 0], [3, 0, 0], [3, 0, 0], [3, 5, 9]])
-    mask = torch.tensor(
-        [[True, False, False], [True, True, False], [True, False, False], [True, False, False]]
-    )
+    mask = torch.tensor([[True, False, False], [True, True, False], [True, False, False], [True, False, False]])
     distinct, kept, index = unique_completions(tokens, mask)
     assert index[0] == index[2] == index[3] != index[1]
     assert sorted((tuple(t[m].tolist())) for t, m in zip(distinct, kept, strict=True)) == [(3,), (3, 0)]

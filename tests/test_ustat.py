@@ -162,9 +162,7 @@ def test_a_shift_of_rewards_leaves_what_baselines_remove(seed, shift):
         "second_order",
         "optimal",
     ):
-        np.testing.assert_allclose(
-            getattr(second, name), getattr(first, name), rtol=0, atol=10 * scale, err_msg=name
-        )
+        np.testing.assert_allclose(getattr(second, name), getattr(first, name), rtol=0, atol=10 * scale, err_msg=name)
     assert second.value[0] == pytest.approx(first.value[0] + shift, rel=0, abs=1e-12 * (1 + abs(shift)))
 
 
@@ -240,16 +238,11 @@ def test_pool_and_gradient_norm_equal_vectors(seed, size, dim):
             assert getattr(pool, name)[0, i] == pytest.approx(expected, rel=0, abs=tolerance)
     np.testing.assert_allclose(pool.sq_norms[0], (scores**2).sum(1), rtol=1e-12)
     gradient = np.mean(
-        [
-            0.5 * (scores[i] - scores[j]) * (rewards[i] - rewards[j])
-            for i, j in itertools.combinations(range(size), 2)
-        ],
+        [0.5 * (scores[i] - scores[j]) * (rewards[i] - rewards[j]) for i, j in itertools.combinations(range(size), 2)],
         axis=0,
     )
     tolerance = 1e-12 * (scores**2).sum() * (1 + (rewards**2).max())
-    assert ustat.gradient_estimate_sq_norm(pool)[0] == pytest.approx(
-        gradient @ gradient, rel=0, abs=tolerance
-    )
+    assert ustat.gradient_estimate_sq_norm(pool)[0] == pytest.approx(gradient @ gradient, rel=0, abs=tolerance)
     weighted = (scores**2).sum(1)
     assert ustat.optimal_baseline(pool)[0] == pytest.approx(weighted @ rewards / weighted.sum(), rel=1e-12)
 

@@ -109,7 +109,7 @@ def sq_norms(factors: Iterable[Factors], samples: int, device: torch.device) -> 
     for uses in same_input.values():
         joined = Use(torch.cat([u.left for u in uses], 2), uses[0].right)
         total += _inner(joined, joined)
-    return total
+    return total.clamp_min_(0.0)  # rounding of cancelling tokens must not make a norm negative
 
 
 def _add_rows(block: Tensor, use: Use, start: int, stop: int) -> None:

@@ -168,6 +168,7 @@ def _pools(job: _Job, groups: np.ndarray | None) -> tuple[ustat.Pool, Tensor, np
                 z = rewards[place]
                 tokens, mask, index = unique_completions(rollout.tokens[place], rollout.mask[place])
                 columns[:3, i] = torch.from_numpy(np.stack([z, rollout.lengths[place].cpu().numpy(), z * 0]))
+                job.progress(i + 1, count, "questions" if groups is not None else "questions, baselines")
                 if groups is None:
                     columns[2, i] = torch.from_numpy(scorer.products(job.prompts[i], tokens, mask).sq_norms[index])
                     continue
@@ -179,7 +180,6 @@ def _pools(job: _Job, groups: np.ndarray | None) -> tuple[ustat.Pool, Tensor, np
                 columns[2:, i] = torch.from_numpy(np.concatenate([norms[None], cross]))
                 estimate = (found.sums[1] - z.mean() * found.sums[0]) / (size - 1)
                 sums[int(groups[i])] += estimate.cpu()
-                job.progress(i + 1, count, "questions")
             state["done"] = torch.tensor([part.stop, job.tokens])
             job.checkpoint.save_sometimes("pool", state)
     job.checkpoint.save("pool", state)

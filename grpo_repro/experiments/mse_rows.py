@@ -68,7 +68,7 @@ def component_rows(config: dict[str, Any], measured: Measured) -> list[Row]:
         measured: Pools of M prompts with K completions each.
 
     Returns:
-        Rows. Intervals of `mse` are over completions (the questions are fixed), all others over prompts.
+        Rows. Intervals of `mse` are over completions (the questions are fixed), those of components over prompts.
     """
     pool, groups, level = measured.pool, measured.groups, config["confidence"]
     terms, left_out = ustat.components(pool)
@@ -81,7 +81,6 @@ def component_rows(config: dict[str, Any], measured: Measured) -> list[Row]:
     estimate_sq_norm = ustat.gradient_estimate_sq_norm(pool)
     c1 = stats.between_prompt_variance(groups, terms.gradient_sq_norm, estimate_sq_norm)
     c2, c3 = (groups.left_out_means(x) for x in (terms.first_order, terms.second_order))
-    ratio = stats.fieller(c1, c3, level)
     means = {
         "vanilla_variance": terms.vanilla,
         "optimal_variance": terms.optimal,
@@ -92,7 +91,7 @@ def component_rows(config: dict[str, Any], measured: Measured) -> list[Row]:
     rows = mse_rows(config, interval, size)
     rows += [row(name, stats.jackknife(*x, level), size) for name, x in {"c1": c1, "c2": c2, "c3": c3}.items()]
     rows += [
-        row("optimal_group_size", stats.optimal_group_size_interval(ratio), size),
+        row("optimal_group_size", stats.optimal_group_size_interval(c1, c3, level), size),
         row("gradient_sq_norm", stats.jackknife(*stats.mean_gradient_sq_norm(groups, estimate_sq_norm), level), size),
         row("score_reward_correlation", stats.score_reward_correlation(pool.sq_norms, pool.rewards, level), size),
     ]
@@ -101,34 +100,46 @@ def component_rows(config: dict[str, Any], measured: Measured) -> list[Row]:
 
 
 def prompt_value_rows(prompt_ids: list[str], rewards: Float[np.ndarray, "prompts pool"], level: float) -> list[Row]:
-    """The value V(x) of each prompt with the interval of its completions."""
+    """The value V(x) of each prompt with the interval of its completions (Wilson's for binary rewards)."""
+    binary = bool(np.isin(rewards, (0.0, 1.0)).all())
     return [
-        row("value", stats.mean_interval(z, level), len(z), prompt_id=name)
+        row(
+            "value",
+            stats.wilson(z.sum(), len(z), level) if binary else stats.mean_interval(z, level),
+            len(z),
+            prompt_id=name,
+        )
         for name, z in zip(prompt_ids, rewards, strict=True)
     ]
 
 
 def baseline_error_rows(config: dict[str, Any], pool: ustat.Pool) -> list[Row]:
-    """What the estimated baselines of the Monte Carlo method add to the error of `oracle` and `optimal`.
+    """What the estimated baselines of the Monte Carlo method add to the error of `oracle` and `optimal`, on average.
 
-    With V estimated from K separate completions, E||W||^2 (Z - V_hat)^2 exceeds the oracle's by F Var(V_hat) =
-    F sigma^2 / K on average; for b* it is F Var(b_hat), with the jackknife variance of the ratio.
+    With b_hat from K separate completions, E||W||^2 (Z - b_hat)^2 = E||W||^2 (Z - b)^2 + F (b_hat - b)^2 -
+    2 (b_hat - b) E||W||^2 (Z - b). Averaged over pools this adds F sigma^2 / K for V, exactly; one pool may add less or
+    even take away. For b* the last term is zero, and F Var(b_hat) is estimated, approximately, by the jackknife of the
+    ratio. The interval of the first is over completions; the second has none.
     """
-    terms, _ = ustat.components(pool)
+    terms, left_out = ustat.components(pool)
     prompts, size = pool.rewards.shape
+    fallback = np.repeat(pool.rewards.mean(-1, keepdims=True), size, -1)
     norms, weighted = pool.sq_norms, pool.sq_norms * pool.rewards
     left = norms.sum(-1, keepdims=True) - norms
-    ratio = np.divide(weighted.sum(-1, keepdims=True) - weighted, left, out=np.zeros_like(left), where=left > 0)
-    excess = {
-        "oracle": (terms.second_order - terms.gradient_sq_norm) / size,
-        "optimal": terms.score_sq_norm * ustat.pool_variance(ratio),
-    }
+    ratio = np.divide(weighted.sum(-1, keepdims=True) - weighted, left, out=fallback, where=left > 0)
+    known = stats.fixed_set_mean(
+        (terms.second_order - terms.gradient_sq_norm) / size,
+        ustat.pool_variance((left_out.second_order - left_out.gradient_sq_norm) / size),
+        config["confidence"], scale=1 / prompts,
+    )  # fmt: skip
+    unknown = float(np.mean(terms.score_sq_norm * ustat.pool_variance(ratio))) / prompts
+    excess = {"oracle": known, "optimal": Interval(unknown, np.nan, np.nan)}
     return [
         row(
-            "baseline_error_mse", stats.mean_interval(excess[name] / group / prompts, config["confidence"]), size,
+            "baseline_error_mse", Interval(x.value / group, x.low / group, x.high / group), size,
             estimator=name, group_size=group,
         )
-        for name in config["estimators"] if name in excess
+        for name, x in excess.items() if name in config["estimators"]
         for group in config["group_sizes"]
     ]  # fmt: skip
 
@@ -140,7 +151,8 @@ def replicate_mse(estimates: Float[np.ndarray, "replicates dim"], confidence: fl
     is the jackknife's over replicates, with Student's t; nothing is known of the spread from two replicates.
     """
     count = len(estimates)
-    distances = ((estimates - estimates.mean(0, dtype=np.float64)) ** 2).sum(1)
+    mean = estimates.mean(0, dtype=np.float64)
+    distances = np.array([((estimate - mean) ** 2).sum() for estimate in estimates])  # one at a time: d may be large
     value = float(distances.sum() / (count - 1))
     if count < 3:
         return Interval(value, -np.inf, np.inf)

@@ -11,15 +11,15 @@ from grpo_repro.stats import Interval
 
 
 def number(interval: Interval, digits: int = 2) -> str:
-    """Write an estimate and its interval, such as ``−0.24 [−0.34, −0.14]``; exact values stand alone."""
+    """Write an estimate and its interval, such as ``−0.24 [−0.34, −0.14]``; without a width it stands alone."""
     value, low, high = (_plain(x, digits) for x in (interval.value, interval.low, interval.high))
-    return f"{value} (exact)" if interval.low == interval.high else f"{value} [{low}, {high}]"
+    return f"{value}" if interval.low == interval.high else f"{value} [{low}, {high}]"
 
 
 def percent(interval: Interval) -> str:
     """Write a probability in percent with its interval."""
     value, low, high = (_plain(100 * x, 1) for x in (interval.value, interval.low, interval.high))
-    return f"{value}% (exact)" if interval.low == interval.high else f"{value}% [{low}, {high}]"
+    return f"{value}%" if interval.low == interval.high else f"{value}% [{low}, {high}]"
 
 
 def _plain(value: float, digits: int) -> str:
@@ -34,7 +34,7 @@ def _plain(value: float, digits: int) -> str:
 
 def _short(interval: Interval) -> str:
     value, low, high = (f"{x:.3g}".replace("-", "−") for x in (interval.value, interval.low, interval.high))
-    return f"{value} (exact)" if interval.low == interval.high else f"{value} [{low}, {high}]"
+    return f"{value}" if interval.low == interval.high else f"{value} [{low}, {high}]"
 
 
 def caption_of(found: list[Panel]) -> str:
@@ -58,7 +58,8 @@ def _drawing(found: list[Panel]) -> str:
     ]
     if "components" in methods:
         text.append(
-            "Lines and bands: unbiased estimates at every G from one pool of K completions per question, "
+            "Lines and bands: estimates at every G from one pool of K completions per question, unbiased but for "
+            "optimal (a ratio; too low where completions with large scores are rarer than 1/K), "
             f"with their {' or '.join(levels)} interval (over completions, the questions being fixed). "
             "Estimates at different G come from the same pool and are correlated."
         )
