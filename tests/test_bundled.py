@@ -13,9 +13,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from grpo_repro import bundled
 from grpo_repro.config import load_choice
+from grpo_repro.engine.sample import sample, uniforms
 from grpo_repro.errors import UserError
-from grpo_repro.policies import pretrain
-from grpo_repro.policies.accuracy import sample_completions, sampled_accuracy, sampled_values
+from grpo_repro.policies import causal_lm, pretrain
+from grpo_repro.policies.accuracy import sampled_accuracy, sampled_values
 from grpo_repro.policies.documents import (
     LINES,
     QUESTION_WEIGHT,
@@ -93,10 +94,10 @@ def test_the_tokenizer_returns_every_text_of_the_task(where: str) -> None:
 
 
 def test_an_answer_ends_at_the_newline() -> None:
-    model = AutoModelForCausalLM.from_pretrained(bundled.path("base"))
-    tokenizer = AutoTokenizer.from_pretrained(bundled.path("base"))
-    torch.manual_seed(0)
-    (texts,) = sample_completions(model, tokenizer, ["12+7="], 64)
+    policy = causal_lm.load(load_choice("model", "bundled-base"), "cpu")
+    rollout = sample(policy, [policy.encode("12+7")], uniforms(np.random.SeedSequence(0).spawn(1), 64, 8))
+    rows = zip(rollout.tokens[0].tolist(), rollout.lengths[0].tolist(), strict=True)
+    texts = [policy.tokenizer.decode(tokens[:length]) for tokens, length in rows]
     ended = [text for text in texts if text.endswith("\n")]
     assert len(ended) > 60
     assert all(text.count("\n") == 1 for text in ended)

@@ -2,59 +2,19 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from grpo_repro.config import ModelConfig
+from grpo_repro.engine.sample import sample, uniforms
+from grpo_repro.policies import causal_lm
 from grpo_repro.tasks import Question
 from grpo_repro.tasks.arithmetic import extract_integer
 
-PROMPTS_PER_BATCH = 16
-
-
-def sample_completions(
-    model: Any, tokenizer: Any, prompts: list[str], samples: int, max_new_tokens: int = 8
-) -> list[list[str]]:
-    """Sample completions at temperature 1 with transformers' `generate`, from torch's global generator.
-
-    Prompts of one length in tokens go together, so that nothing is padded.
-
-    Args:
-        model: a causal language model.
-        tokenizer: its tokenizer.
-        prompts: n texts.
-        samples: completions per prompt.
-        max_new_tokens: limit of a completion.
-
-    Returns:
-        n lists of `samples` texts.
-    """
-    encoded = [tokenizer(prompt).input_ids for prompt in prompts]
-    places: dict[int, list[int]] = defaultdict(list)
-    for place, ids in enumerate(encoded):
-        places[len(ids)].append(place)
-    completions: list[list[str]] = [[] for _ in prompts]
-    for length, same in sorted(places.items()):
-        for start in range(0, len(same), PROMPTS_PER_BATCH):
-            batch = same[start : start + PROMPTS_PER_BATCH]
-            ids = torch.tensor([encoded[place] for place in batch]).repeat_interleave(samples, dim=0)
-            out = model.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                do_sample=True,
-                temperature=1.0,
-                top_k=0,
-                top_p=1.0,
-                max_new_tokens=max_new_tokens,
-            )
-            texts = tokenizer.batch_decode(out[:, length:], skip_special_tokens=True)
-            for number, place in enumerate(batch):
-                completions[place] = texts[number * samples : (number + 1) * samples]
-    return completions
+MAX_NEW_TOKENS = 8
+AT_ONCE = 2048
+"""Completions sampled in one batch."""
 
 
 def sampled_values(
@@ -72,18 +32,18 @@ def sampled_values(
     Returns:
         (n,) float64.
     """
-    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
-    tokenizer = AutoTokenizer.from_pretrained(model_dir)
-    prompts = [template.replace("{question}", question.text) for question in questions]
-    with torch.random.fork_rng(devices=[]), torch.inference_mode():
-        torch.manual_seed(seed)
-        completions = sample_completions(model, tokenizer, prompts, samples)
-    return np.array(
-        [
-            np.mean([extract_integer(text) == question.answer for text in texts])
-            for question, texts in zip(questions, completions, strict=True)
-        ]
-    )
+    policy = causal_lm.load(ModelConfig(name=str(model_dir), path=str(model_dir), template=template), "cpu")
+    seeds = np.random.SeedSequence(seed).spawn(len(questions))
+    step = max(1, AT_ONCE // samples)
+    values: list[float] = []
+    for start in range(0, len(questions), step):
+        part = questions[start : start + step]
+        random = uniforms(seeds[start : start + step], samples, MAX_NEW_TOKENS)
+        rollout = sample(policy, [policy.encode(question.text) for question in part], random)
+        for question, tokens, lengths in zip(part, rollout.tokens.tolist(), rollout.lengths.tolist(), strict=True):
+            texts = [policy.decode(row[:length]) for row, length in zip(tokens, lengths, strict=True)]
+            values.append(float(np.mean([extract_integer(text) == question.answer for text in texts])))
+    return np.array(values)
 
 
 def sampled_accuracy(
