@@ -68,10 +68,14 @@ class Scorer:
         policy: The policy whose scores are taken.
         temperature: Of the distribution that was sampled from.
         micro_batch: Completions per backward pass; results do not depend on it.
+        worth_sharing: In place of `WORTH_SHARING`; results do not depend on it either.
     """
 
-    def __init__(self, policy: CausalLM, temperature: float = 1.0, micro_batch: int = 256) -> None:
+    def __init__(
+        self, policy: CausalLM, temperature: float = 1.0, micro_batch: int = 256, worth_sharing: float | None = None
+    ) -> None:
         self.policy, self.temperature, self.micro_batch = policy, temperature, micro_batch
+        self.worth_sharing = WORTH_SHARING if worth_sharing is None else worth_sharing
         self.parameters = list(policy.model.parameters())
         self.dim = sum(p.numel() for p in self.parameters)
         self.calls: list[Tap] | None = None
@@ -211,7 +215,7 @@ class _Group:
         self.scorer, self.policy = scorer, scorer.policy
         # The last prompt token always goes with the completions, so that all their logits come from one pass.
         shared = len(prompt) - 1
-        if shared * completions * scorer.dim < WORTH_SHARING:
+        if shared * completions * scorer.dim < scorer.worth_sharing:
             shared = 0
         self.prefix, self.rest = prompt[:shared], prompt[shared:]
         device = self.policy.device

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from grpo_repro import stats, ustat
 from grpo_repro.cells import Cell, Estimate, Progress, cell_rng
+from grpo_repro.engine.check import self_check
 from grpo_repro.engine.sample import Rollout, sample, uniforms
 from grpo_repro.engine.scores import Scorer, unique_completions
 from grpo_repro.errors import UserError
@@ -101,6 +102,7 @@ def run(cell: Cell, workdir: Path, progress: Progress) -> tuple[pd.DataFrame, di
     if cell.config["threads"] is None and policy.num_parameters < SMALL_MODEL:
         torch.set_num_threads(1)
     prompts = [policy.encode(question.text) for question in task.questions]
+    self_check(policy, prompts[0])
     job = _Job(cell, policy, task.questions, prompts, task.reward, Checkpoint(workdir), progress)
     rows = _components(job) if cell.config["method"] == "components" else _monte_carlo(job)
     extras = {
@@ -128,16 +130,21 @@ def estimate(cell: Cell) -> Estimate:
     model, task_config = settings(cell)
     shape = causal_lm.shape(model)
     questions = load_task(task_config).questions
-    prompt = max(len(shape.tokenizer.encode(model.template.replace("{question}", q.text))) for q in questions[:50])
+    prompt = max(len(shape.tokenizer.encode(model.template.replace("{question}", q.text))) for q in questions)
     length, pool, replicates = config["max_new_tokens"], config["completions_per_prompt"], config.get("replicates", 0)
     sizes = [pool] + [replicates * group for group in config["group_sizes"] if replicates]
     sums = [3] + [replicates * len(config["estimators"])] * (len(sizes) - 1)
     distinct = [n**0.7 if length <= 16 else n for n in sizes]
     work = sum(n * (4 * length + prompt + s) for n, s in zip(distinct, sums, strict=True))
-    cuda = torch.cuda.is_available() and config["device"] != "cpu"
-    rate = 1e14 if cuda else 3e10 * torch.get_num_threads()
+    rate = 1e14 if causal_lm.device_of(config["device"]).startswith("cuda") else 3e10 * torch.get_num_threads()
     seconds = 5.0 + len(questions) * (0.03 * len(sizes) + 2.0 * shape.parameters * work / rate)
-    kept = max(min(MAX_GROUPS, len(questions)) if not replicates else 0, *sums)
+    if shape.positions and prompt + length > shape.positions:
+        raise UserError(
+            f"{model.name} has {shape.positions} positions, and a prompt of {prompt} tokens with "
+            f"max_new_tokens={length} needs more; shorten the template or lower max_new_tokens"
+        )
+    groups = 0 if replicates else _jackknife_groups(config, len(questions), shape.parameters)
+    kept = max(groups, *sums)
     activations = 40 * 4 * min(config["micro_batch"], pool) * (prompt + length) * shape.width * shape.layers
     cache = 8 * SAMPLED_AT_ONCE * config["micro_batch"] * length * shape.width * shape.layers
     memory = 4 * shape.parameters * (1 + kept) + activations + cache + 500_000_000
@@ -154,11 +161,12 @@ def _pools(job: _Job, groups: np.ndarray | None) -> tuple[ustat.Pool, Tensor, np
     """
     size, count = job.config["completions_per_prompt"], len(job.prompts)
     dim = job.policy.num_parameters
-    state = job.checkpoint.restore("pool") or {
+    blank = {
         "columns": torch.zeros(6, count, size, dtype=torch.float64),
         "sums": torch.zeros(0 if groups is None else int(groups.max()) + 1, dim),
         "done": torch.tensor([0, 0]),
     }
+    state = job.checkpoint.restore("pool", blank)
     columns, sums = state["columns"], state["sums"]
     job.tokens += int(state["done"][1])
     with Scorer(job.policy, job.config["temperature"], job.config["micro_batch"]) as scorer:
@@ -188,7 +196,8 @@ def _pools(job: _Job, groups: np.ndarray | None) -> tuple[ustat.Pool, Tensor, np
 
 
 def _components(job: _Job) -> list[Row]:
-    index = _jackknife_groups(job)
+    count = len(job.prompts)
+    index = np.arange(count) * _jackknife_groups(job.config, count, job.policy.num_parameters) // count
     pool, sums, lengths = _pools(job, index)
     measured = Measured(pool, stats.PromptGroups.from_sums(index, sums.numpy()))
     level = job.config["confidence"]
@@ -197,18 +206,22 @@ def _components(job: _Job) -> list[Row]:
     return rows + prompt_value_rows([q.id for q in job.questions], pool.rewards, level)
 
 
-def _jackknife_groups(job: _Job) -> np.ndarray:
-    """Cut the questions into as many equal groups as memory allows gradients for, at most `MAX_GROUPS`."""
-    count = len(job.prompts)
-    fits = int(job.config["gradient_memory_gib"] * 2**30 / (4 * job.policy.num_parameters))
-    groups = min(count, MAX_GROUPS, fits)
-    if groups < min(count, 10):
+def _jackknife_groups(config: dict[str, Any], count: int, parameters: int) -> int:
+    """Number of groups of questions: as many as memory allows gradients for, at most `MAX_GROUPS`.
+
+    Raises:
+        UserError: If memory does not hold ten.
+    """
+    size = 4 * parameters / 2**30
+    groups = min(count, MAX_GROUPS, int(config["gradient_memory_gib"] / size))
+    needed = min(count, 10)
+    if groups < needed:
         raise UserError(
-            f"gradient_memory_gib={job.config['gradient_memory_gib']} holds {fits} gradients of "
-            f"{job.policy.num_parameters} parameters, and the intervals need 10; raise it to "
-            f"{10 * 4 * job.policy.num_parameters / 2**30:.1f} or take a smaller model"
+            f"gradient_memory_gib={config['gradient_memory_gib']:g} holds {groups} gradients of {parameters:,} "
+            f"parameters, and the intervals need {needed}; raise it to {needed * size * 1.01:.3g} or take a "
+            "smaller model"
         )
-    return np.arange(count) * groups // count
+    return groups
 
 
 def _monte_carlo(job: _Job) -> list[Row]:
@@ -233,10 +246,11 @@ def _replicates(
     config, count = job.config, len(job.prompts)
     replicates, names = config["replicates"], config["estimators"]
     key = f"replicates-{group}"
-    state = job.checkpoint.restore(key) or {
+    blank = {
         "sums": torch.zeros(len(names) * replicates, job.policy.num_parameters),
         "done": torch.tensor([0, job.tokens]),
     }
+    state = job.checkpoint.restore(key, blank)
     sums = state["sums"].to(job.policy.device)
     job.tokens = max(job.tokens, int(state["done"][1]))
     steps = len(config["group_sizes"]) * count

@@ -64,6 +64,10 @@ def _methods(config: MseEvalConfig, model: ModelConfig) -> list[str]:
         )
     if "exact" in config.methods and not tabular:
         raise UserError(f"method exact needs a tabular model, {model.name} is a language model; use components")
+    if tabular:
+        from grpo_repro.policies.tabular import build
+
+        build(model.family, model.family_args)  # a bad family is told before anything starts
     return (["exact"] if tabular and "exact" not in config.methods else []) + list(config.methods)
 
 

@@ -165,7 +165,8 @@ def summary_tables(rows: pd.DataFrame) -> Any:
     from rich.console import Group
 
     rows = rows.sort_values(["model", "seed", "method"], kind="stable")  # parallel jobs finish in any order
-    return Group(_mse_table(rows), _policy_table(rows))
+    policies = _policy_table(rows)
+    return Group(_mse_table(rows), *([policies] if policies.row_count else []))
 
 
 def _number(record: pd.Series) -> str:

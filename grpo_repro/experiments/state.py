@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+
+from grpo_repro.errors import ResultsError
 
 SECONDS = 60.0
 """Longest time of work that a kill may cost, plus one batch."""
@@ -21,18 +24,28 @@ class Checkpoint:
         self.folder, self.seconds = folder, seconds
         self._last = time.monotonic()
 
-    def restore(self, name: str) -> dict[str, torch.Tensor] | None:
-        """Return a saved state; None if there is none or it cannot be read (the work is then done again)."""
+    def restore(self, name: str, blank: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return a saved state, or `blank` if there is none of the same form (the work is then done again)."""
         try:
-            return load_file(self.folder / f"{name}.safetensors")
+            state = load_file(self.folder / f"{name}.safetensors")
         except (OSError, SafetensorError):
-            return None
+            return blank
+        form = {key: (value.shape, value.dtype) for key, value in state.items()}
+        return state if form == {key: (value.shape, value.dtype) for key, value in blank.items()} else blank
 
     def save(self, name: str, state: dict[str, torch.Tensor]) -> None:
         """Write a state; it replaces the last one in one rename, so that a kill leaves one or the other."""
         temporary = self.folder / f".{name}.tmp"
-        save_file({key: value.contiguous() for key, value in state.items()}, temporary)
-        os.replace(temporary, self.folder / f"{name}.safetensors")
+        try:
+            save_file({key: value.contiguous() for key, value in state.items()}, temporary)
+            os.replace(temporary, self.folder / f"{name}.safetensors")
+        except (OSError, SafetensorError) as error:
+            with suppress(OSError):
+                temporary.unlink()
+            raise ResultsError(
+                f"cannot save the partial work in {self.folder}: {error}; free space and run the same command again "
+                "(what was saved before is kept)"
+            ) from error
         self._last = time.monotonic()
 
     def save_sometimes(self, name: str, state: dict[str, torch.Tensor]) -> None:

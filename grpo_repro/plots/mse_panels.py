@@ -118,6 +118,10 @@ def panels(rows: pd.DataFrame) -> list[Panel]:
         for _, part in rows.groupby(["model", "task", "num_prompts", "ci_level"], sort=False)
         for run in _runs(part)
     ]
+    if not found:
+        raise UserError(
+            "the rows of the mean squared error lack model, task, num_prompts or ci_level; measure them again"
+        )
 
     def place(panel: Panel) -> tuple[int, str, str, int, tuple[str, ...]]:
         names = [*BUNDLED_MODELS, panel.model]

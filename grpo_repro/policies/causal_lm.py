@@ -130,6 +130,38 @@ def _eos_ids(model: PreTrainedModel, tokenizer: Any) -> tuple[int, ...]:
     return tuple(found)
 
 
+def device_of(device: str) -> str:
+    """Resolve `auto` to CUDA where there is one.
+
+    Raises:
+        UserError: If a CUDA device is asked for that is not there.
+    """
+    where = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    if where.startswith("cuda"):
+        index = int(where.partition(":")[2] or 0)
+        if index >= torch.cuda.device_count():
+            raise UserError(
+                f"device={device}, but torch sees {torch.cuda.device_count()} CUDA devices; use cpu or auto instead"
+            )
+    return where
+
+
+def _check_loaded(path: str, model: PreTrainedModel, report: Any, tokenizer: Any, config: ModelConfig) -> None:
+    """Refuse a checkpoint whose gaps transformers would fill with random weights, and what is no decoder."""
+    gaps = sorted(report["missing_keys"]) + sorted(str(key) for key in report["mismatched_keys"])
+    if gaps:
+        raise UserError(
+            f"the weights of {path} lack or misfit {len(gaps)} tensors of {type(model).__name__} ({', '.join(gaps[:3])}"
+            f"{', ...' if len(gaps) > 3 else ''}); save the whole model again"
+        )
+    _check_chat(path, tokenizer, config)
+
+
+def _check_chat(path: str, tokenizer: Any, config: ModelConfig) -> None:
+    if config.chat and not getattr(tokenizer, "chat_template", None):
+        raise UserError(f"model.chat=true, but the tokenizer of {path} has no chat template; leave model.chat out")
+
+
 def load(config: ModelConfig, device: str = "auto") -> CausalLM:
     """Load a policy from a directory, the hub, or the package.
 
@@ -146,18 +178,18 @@ def load(config: ModelConfig, device: str = "auto") -> CausalLM:
         UserError: If the model cannot be loaded; the message says what is missing and what to do.
     """
     path = _located(config)
-    where = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
-    if where.startswith("cuda") and not torch.cuda.is_available():
-        raise UserError(f"device={device}, but torch sees no CUDA device; use device=cpu or device=auto")
+    where = device_of(device)
     common: dict[str, Any] = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
     dtype = config.dtype if config.dtype != "auto" else ("float32" if where == "cpu" else "bfloat16")
     transformers_logging.disable_progress_bar()
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, **common)
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, use_safetensors=True, **common)
+        loader: Any = AutoModelForCausalLM.from_pretrained  # its return type depends on output_loading_info
+        model, report = loader(path, dtype=dtype, use_safetensors=True, output_loading_info=True, **common)
     except Exception as error:  # transformers raises OSError, ValueError, KeyError, SafetensorError, ...
         raise _not_loaded(path, error) from error
-    model.to(where)  # type: ignore[arg-type]  # transformers' wrapper hides the signature
+    _check_loaded(path, model, report, tokenizer, config)
+    model.to(where)
     model.requires_grad_(False)
     use_grouped_attention(model)
     eos = _eos_ids(model, tokenizer)
@@ -173,6 +205,7 @@ class Shape:
     parameters: int
     width: int
     layers: int
+    positions: int
     tokenizer: Any
 
 
@@ -191,8 +224,11 @@ def shape(config: ModelConfig) -> Shape:
             model = AutoModelForCausalLM.from_config(described, trust_remote_code=config.trust_remote_code)
     except Exception as error:
         raise _not_loaded(path, error) from error
+    _check_chat(path, tokenizer, config)
     parameters = sum(p.numel() for p in model.parameters())
-    return Shape(parameters, described.hidden_size, described.num_hidden_layers, tokenizer)
+    names = ("hidden_size", "num_hidden_layers", "max_position_embeddings")
+    width, layers, positions = (int(getattr(described, name, 0) or 0) for name in names)
+    return Shape(parameters, width, layers, positions, tokenizer)
 
 
 def weights_hash(model: PreTrainedModel) -> str:

@@ -222,7 +222,12 @@ def build(name: str, out: Path, seed: int, progress: Progress, base: Path | None
             source = base or bundled.path("base")
             if not (source / "config.json").is_file():
                 raise UserError(f"{name} is fine-tuned from base, and {source} holds no model; build base first")
-            model = Qwen2ForCausalLM.from_pretrained(source, dtype=torch.float32, attn_implementation="eager")
+            loader: Any = Qwen2ForCausalLM.from_pretrained  # its return type depends on output_loading_info
+            model, loaded = loader(
+                source, dtype=torch.float32, attn_implementation="eager", use_safetensors=True, output_loading_info=True
+            )
+            if loaded["missing_keys"]:
+                raise UserError(f"{source} is no Qwen2 model ({len(loaded['missing_keys'])} tensors are missing)")
         losses: list[float] = []
         total = sum(phase.steps for phase in RECIPES[name])
         for number, phase in enumerate(RECIPES[name], start=1):
