@@ -25,6 +25,21 @@ SAMPLERS = ("torch",)
 DTYPES = ("auto", "float32", "float64", "bfloat16", "float16")
 MODEL_KINDS = ("causal_lm", "tabular")
 
+LARGEST: dict[str, int] = {
+    "group_sizes": 2**20,
+    "completions_per_prompt": 10**7,
+    "replicates": 10**6,
+    "seeds": 2**63 - 1,
+    "max_new_tokens": 10**6,
+    "micro_batch": 10**7,
+    "gradient_memory_gib": 10**5,
+    "task.num_questions": 10**6,
+    "task.seed": 2**63 - 1,
+    "task.operand_max": 10**6,
+    "task.factor_max": 10**6,
+}
+"""Largest values: beyond them no machine has the memory or the time, and integers leave 64 bits."""
+
 
 @dataclass
 class ModelConfig:

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+from pathlib import Path
+
+FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
+
 
 class UserError(Exception):
     """A bad argument, configuration or file; its message says the fact, the value and the remedy.
@@ -16,3 +21,13 @@ class ResultsError(UserError):
 
 class RunError(Exception):
     """A run failed for a reason that is not the configuration's; the command exits with status 1."""
+
+
+def cannot_write(folder: str | Path, error: OSError) -> ResultsError:
+    """Return the message for a folder of results that cannot be written."""
+    reason = error.strerror or str(error)
+    remedy = "free space or name" if error.errno in FULL_DISK else "name"
+    return ResultsError(
+        f"cannot write results to {folder}: {reason}; {remedy} another folder with results_dir=DIR "
+        "(finished cells and partial work are kept)"
+    )

@@ -15,9 +15,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from grpo_repro.config import NESTED, MseEvalConfig, choices, conf_dir, register
-from grpo_repro.errors import ResultsError, RunError, UserError
+from grpo_repro.errors import FULL_DISK, RunError, UserError, cannot_write
 from grpo_repro.hydra_errors import explain
 from grpo_repro.outcome import DONE, INTERRUPTED, Outcome, merge
+
+OURS = (
+    "hydra.run.dir",
+    "hydra.sweep.dir",
+    "hydra.sweep.subdir",
+    "hydra.mode",
+    "hydra.job.chdir",
+    "hydra.output_subdir",
+)
+"""Keys of Hydra that `grpo` sets: with others, outcomes and results would land where nobody looks."""
 
 
 @dataclass(frozen=True)
@@ -92,12 +102,14 @@ def check_overrides(overrides: list[str]) -> None:
     """
     for item in overrides:
         key, equals, value = _key(item), *item.partition("=")[1:]
+        if item.startswith("~"):
+            raise UserError(f"{item!r} removes a key, and every key is needed; set it: {key or 'KEY'}=VALUE")
         if not equals or not key:
             raise UserError(f"{item!r} is not an override; write KEY=VALUE, for example group_sizes=[4,8]")
-        if item.startswith("~"):
-            raise UserError(f"{item!r} removes a key, and every key is needed; set it: {key}=VALUE")
-        if key in ("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir", "hydra.mode"):
+        if any(f"{ours}.".startswith(f"{key}.") for ours in OURS):
             raise UserError(f"{key} is set by grpo itself; use results_dir=DIR and --multirun")
+        if key == "results_dir" and value.startswith("~"):
+            raise UserError(f"{item!r}: only a shell knows ~; write results_dir=$HOME{value[1:]}")
         if key == "results_dir" and "," in value and value[0] not in "'\"":
             raise UserError(f"{item!r} names several folders; one run writes to one: results_dir=DIR")
         if key in NESTED and (item.startswith("+") or value in ("", "null") or value.startswith(("[", "{"))):
@@ -117,7 +129,7 @@ def _key(item: str) -> str:
 
 def _free(item: str) -> str:
     """Let a family's arguments be set like any other key, though the schema does not know their names."""
-    return "++" + item if item.startswith("model.family_args.") else item
+    return "++" + item if item.startswith(("model.family_args.", "model.family_args=")) else item
 
 
 def _quoted(text: str) -> str:
@@ -139,10 +151,7 @@ def _job_folder(overrides: list[str], keep: bool) -> Iterator[Path]:
     try:
         folder.mkdir(parents=True)
     except OSError as error:
-        raise ResultsError(
-            f"cannot write results to {folder.parent.parent}: {error.strerror}; name another folder with "
-            "results_dir=DIR"
-        ) from error
+        raise cannot_write(folder.parent.parent, error) from error
     try:
         yield folder
     except UserError:
@@ -195,10 +204,18 @@ def _hydra(experiment: str, flags: list[str], overrides: list[str]) -> None:
             entry(task)()
         except (HydraException, OmegaConfBaseException, ValueError) as error:
             raise UserError(explain(error, experiment)) from error
+        except OSError as error:
+            if error.errno in FULL_DISK:
+                raise cannot_write(results_dir(overrides), error) from error
+            raise _died(error) from error
         except Exception as error:
             # The task functions raise nothing, so this is a launcher whose worker died.
-            reason = (str(error).strip() or "no reason given").splitlines()[0]
-            raise RunError(f"a job died: {type(error).__name__}: {reason}; the same command resumes") from error
+            raise _died(error) from error
+
+
+def _died(error: Exception) -> RunError:
+    reason = (str(error).strip() or "no reason given").splitlines()[0]
+    return RunError(f"a job died: {type(error).__name__}: {reason}; the same command resumes")
 
 
 @contextmanager

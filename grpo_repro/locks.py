@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from grpo_repro.errors import ResultsError
 from grpo_repro.results import CELL_ID
 
 
@@ -26,10 +27,17 @@ def cell_lock(folder: Path, cell_id: str, wait: bool = False) -> Iterator[bool]:
 
     Yields:
         Whether the lock is held.
+
+    Raises:
+        ResultsError: If something else stands in its place, or it cannot be written.
     """
     path = folder / ".locks" / cell_id
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = _acquire(path, wait)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = _acquire(path, wait)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise ResultsError(f"cannot lock {path}: {reason}; move away what is there, or make it writable") from error
     try:
         yield descriptor is not None
     finally:

@@ -89,13 +89,21 @@ def hardware() -> dict[str, Any]:
         "platform": platform.platform(),
         "processor": _processor(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "memory_bytes": total_memory(),
     }
     torch = sys.modules.get("torch")
     if torch is not None:
         facts["torch_threads"] = torch.get_num_threads()
         facts["gpus"] = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     return facts
+
+
+def total_memory() -> int | None:
+    """Return the machine's memory in bytes, None where it is unknown."""
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, OSError, ValueError):
+        return None
 
 
 def _processor() -> str:

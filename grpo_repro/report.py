@@ -22,8 +22,12 @@ def print_outcome(outcome: Outcome, as_json: bool, sweep: bool = False) -> None:
     if outcome.error is not None:
         print(f"error: {outcome.error}", file=sys.stderr)
     if sweep:
+        cells: dict[str, list[str]] = {}
         for cell, message in outcome.failures.items():
-            print(f"error: cell {cell} failed: {message}", file=sys.stderr)
+            cells.setdefault(message, []).append(cell)
+        for message, failed in cells.items():
+            which = f"cell{'s' if len(failed) > 1 else ''} {', '.join(failed)}"
+            print(f"error: {which} failed: {message}", file=sys.stderr)
     if as_json:
         print(json.dumps(as_dict(outcome)))
     elif outcome.plan:

@@ -25,7 +25,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from grpo_repro.cells import SEED_DERIVATION, Cell, Estimate, Progress, canonical_json, cell_rng
-from grpo_repro.errors import ResultsError
+from grpo_repro.errors import ResultsError, cannot_write
 
 __all__ = [
     "METRICS",
@@ -39,6 +39,7 @@ __all__ = [
     "cell_path",
     "cell_rng",
     "is_finished",
+    "make_work_folder",
     "prepare",
     "read_results",
     "to_table",
@@ -147,7 +148,7 @@ def prepare(results_dir: str | Path, experiment: str) -> Path:
             probe.write(b"x")
             probe.flush()
     except OSError as error:
-        raise _refused(folder, error) from error
+        raise cannot_write(folder, error) from error
     return folder
 
 
@@ -188,7 +189,7 @@ def write_cell(results_dir: str | Path, cell: Cell, rows: pd.DataFrame, manifest
         if temporary is not None:
             shutil.rmtree(temporary, ignore_errors=True)
         if isinstance(error, OSError):
-            raise _refused(final.parent, error) from error
+            raise cannot_write(final.parent, error) from error
         raise
     return final
 
@@ -208,12 +209,22 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _refused(folder: Path, error: OSError) -> ResultsError:
-    reason = error.strerror or str(error)
-    return ResultsError(
-        f"cannot write results to {folder}: {reason}; free space or name another folder with results_dir=DIR "
-        "(finished cells and partial work are kept)"
-    )
+def make_work_folder(results_dir: str | Path, cell: Cell) -> Path:
+    """Make the folder of a cell's partial state, or return the one that an interruption left.
+
+    Raises:
+        ResultsError: If something else stands in its place, or it cannot be written.
+    """
+    path = work_path(results_dir, cell)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        raise ResultsError(
+            f"{path} is not a folder ({error.strerror}), and partial work belongs there; move it away"
+        ) from error
+    except OSError as error:
+        raise cannot_write(path, error) from error
+    return path
 
 
 def read_results(results_dir: str | Path, experiment: str | None = None) -> pd.DataFrame:

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 
 from grpo_repro.errors import ResultsError, UserError
 from grpo_repro.locks import cell_lock, clean_up
-from grpo_repro.manifest import build_manifest
+from grpo_repro.manifest import build_manifest, total_memory
 from grpo_repro.outcome import BAD_CONFIGURATION, FAILED, INTERRUPTED, Outcome
 from grpo_repro.progress import Reporter, describe
 from grpo_repro.results import (
@@ -23,10 +23,14 @@ from grpo_repro.results import (
     Progress,
     cell_path,
     is_finished,
+    make_work_folder,
     prepare,
-    work_path,
     write_cell,
 )
+
+SECONDS_BETWEEN_CLOCKS = 30.0
+MEMORY_KEYS = ("group_sizes", "completions_per_prompt", "micro_batch", "max_new_tokens", "gradient_memory_gib")
+"""Keys of a cell that its memory grows with."""
 
 
 @runtime_checkable
@@ -86,7 +90,10 @@ def run_plan(module: Experiment, experiment: str, config: Any, reporter: Reporte
     clean_up(folder)
     todo = [cell for cell in cells if not _checked(cell, outcome, reporter)]
     todo = [cell for cell in todo if cell.id not in outcome.failures]
-    reporter.say(describe(experiment, len(cells), [module.estimate(cell) for cell in todo], folder))
+    estimates = [module.estimate(cell) for cell in todo]
+    for cell, estimate in zip(todo, estimates, strict=True):
+        _fits(cell, estimate)
+    reporter.say(describe(experiment, len(cells), estimates, folder))
     try:
         with reporter:
             busy = [cell for cell in todo if not _run_cell(module, cell, outcome, reporter, wait=False)]
@@ -100,6 +107,30 @@ def run_plan(module: Experiment, experiment: str, config: Any, reporter: Reporte
     if outcome.status == INTERRUPTED:
         reporter.say(f"interrupted; {len(finished)} of {len(cells)} cells finished; the same command resumes")
     return outcome
+
+
+def _fits(cell: Cell, estimate: Estimate) -> None:
+    """Refuse a cell that this machine cannot hold; the memory of a GPU is not known here.
+
+    Raises:
+        UserError: If its estimated memory exceeds all of the machine's.
+    """
+    memory = total_memory()
+    if memory is None or estimate.memory_bytes <= memory or _on_gpu(cell.config.get("device", "cpu")):
+        return
+    keys = [key for key in MEMORY_KEYS if key in cell.config] + ["task.num_questions"]
+    raise UserError(
+        f"{cell.label} needs about {estimate.memory_bytes / 2**30:,.3g} GiB of memory and this machine has "
+        f"{memory / 2**30:.3g}; lower {', '.join(keys)} or take a smaller model"
+    )
+
+
+def _on_gpu(device: str) -> bool:
+    if device == "auto":
+        import torch
+
+        return torch.cuda.is_available()
+    return device.startswith("cuda")
 
 
 def _checked(cell: Cell, outcome: Outcome, reporter: Reporter) -> bool:
@@ -130,7 +161,7 @@ def _run_cell(module: Experiment, cell: Cell, outcome: Outcome, reporter: Report
             return False
         if _checked(cell, outcome, reporter) or cell.id in outcome.failures:
             return True
-        workdir = work_path(outcome.results_dir, cell)
+        workdir = make_work_folder(outcome.results_dir, cell)
         try:
             _measure(module, cell, outcome.results_dir, workdir, reporter)
         except ResultsError:
@@ -141,13 +172,21 @@ def _run_cell(module: Experiment, cell: Cell, outcome: Outcome, reporter: Report
 
 
 def _measure(module: Experiment, cell: Cell, results_dir: str, workdir: Path, reporter: Reporter) -> None:
-    workdir.mkdir(parents=True, exist_ok=True)
     clock = workdir / ".wall_time_s"
     before = _seconds(clock)
-    start = time.monotonic()
+    start = saved = time.monotonic()
+
+    def progress(done: int, total: int, what: str) -> None:
+        # Now and then, so that a process that is killed loses little of the time that it took.
+        nonlocal saved
+        if time.monotonic() - saved >= SECONDS_BETWEEN_CLOCKS:
+            saved = time.monotonic()
+            _save_seconds(clock, before + saved - start)
+        reporter.progress(done, total, what)
+
     reporter.start(cell.label)
     try:
-        rows, extras = module.run(cell, workdir, reporter.progress)
+        rows, extras = module.run(cell, workdir, progress)
         wall_time = before + time.monotonic() - start
         write_cell(results_dir, cell, rows, build_manifest(cell, wall_time, extras))
     except BaseException:
@@ -176,6 +215,8 @@ def _fail(cell: Cell, error: Exception, outcome: Outcome, reporter: Reporter, wo
     """Report a cell's failure at once; an unexpected one leaves its traceback beside the partial work."""
     expected = isinstance(error, UserError)
     message = str(error) if expected else f"{type(error).__name__}: {error}"
+    # What is wrong with a model or a task is wrong in each of its cells: it is said once.
+    said = expected and message in outcome.failures.values()
     outcome.failures[cell.id] = message
     outcome.status = BAD_CONFIGURATION if expected else max(outcome.status, FAILED)
     if not expected and workdir is not None:
@@ -185,4 +226,5 @@ def _fail(cell: Cell, error: Exception, outcome: Outcome, reporter: Reporter, wo
             message += f" (traceback in {log})"
         except OSError:
             message += "\n" + traceback.format_exc()
-    reporter.say(f"{cell.label} ({cell.id}): {message}", error=True)
+    if not said:
+        reporter.say(f"{cell.label} ({cell.id}): {message}", error=True)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import difflib
 import math
+import os
 import re
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from typing import Any
 
 from grpo_repro.config import (
     DTYPES,
     ESTIMATORS,
+    LARGEST,
     METHODS,
     MODEL_KINDS,
     SAMPLERS,
@@ -20,6 +22,21 @@ from grpo_repro.config import (
     TaskConfig,
 )
 from grpo_repro.errors import UserError
+
+_TABULAR = ("family", "family_args")
+MODEL_KEYS = {
+    "tabular": ("name", "kind", *_TABULAR),
+    "causal_lm": tuple(item.name for item in fields(ModelConfig) if item.name not in _TABULAR),
+}
+_ARITHMETIC = ("operand_min", "operand_max", "factor_min", "factor_max")
+TASK_KEYS = {
+    "bandit": ("name", "num_questions", "seed"),
+    "arithmetic": ("name", "num_questions", "split", "seed", *_ARITHMETIC),
+}
+"""Keys that each kind of model and each task reads."""
+
+MOST_THREADS = max(256, 4 * (os.cpu_count() or 1))
+"""More than any machine gains from; torch crashes at some thousands."""
 
 
 def validate(config: MseEvalConfig) -> None:
@@ -37,23 +54,27 @@ def validate(config: MseEvalConfig) -> None:
     _name("sampler", config.sampler, SAMPLERS)
     _group_sizes(config)
     _seeds(config.seeds)
-    _at_least("completions_per_prompt", config.completions_per_prompt, 4, "its variances need four")
-    _at_least("replicates", config.replicates, 3, "an interval needs three")
-    _at_least("max_new_tokens", config.max_new_tokens, 1)
-    _at_least("micro_batch", config.micro_batch, 1)
+    _between("completions_per_prompt", config.completions_per_prompt, 4, "its variances need four")
+    _between("replicates", config.replicates, 3, "an interval needs three")
+    _between("max_new_tokens", config.max_new_tokens, 1)
+    _between("micro_batch", config.micro_batch, 1)
     if config.threads is not None:
         _at_least("threads", config.threads, 1, "null leaves torch's default")
+        _at_most("threads", config.threads, MOST_THREADS)
     if not 0 < config.confidence < 1:
         raise UserError(f"confidence={config.confidence} is not between 0 and 1; use for example 0.95")
     if config.temperature <= 0:
         raise UserError(f"temperature={config.temperature} is not positive; 1.0 is the policy itself")
     if config.gradient_memory_gib <= 0:
         raise UserError(f"gradient_memory_gib={config.gradient_memory_gib} is not positive; use 2.0")
+    _at_most("gradient_memory_gib", config.gradient_memory_gib)
     if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", config.device):
         raise UserError(f"unknown device {config.device!r}; use auto, cpu, cuda or cuda:N")
     if not config.results_dir.strip():
         raise UserError("results_dir is empty; name a folder, for example results_dir=results")
-    _task(config.task)
+    if not config.task.name:
+        raise UserError("no task is named; use for example task=arithmetic")
+    validate_task(config.task)
     if config.model is not None:
         _model(config.model)
         _fit(config.model, config)
@@ -74,6 +95,17 @@ def _finite(config: Any, prefix: str = "") -> None:
 def _at_least(key: str, value: int, least: int, why: str = "") -> None:
     if value < least:
         raise UserError(f"{key}={value} is too small; use {least} or more{f' ({why})' if why else ''}")
+
+
+def _at_most(key: str, value: int | float, most: int | None = None) -> None:
+    most = LARGEST[key] if most is None else most
+    if value > most:
+        raise UserError(f"{key}={value} is too large; use {most} or less")
+
+
+def _between(key: str, value: int, least: int, why: str = "") -> None:
+    _at_least(key, value, least, why)
+    _at_most(key, value)
 
 
 def _name(key: str, value: str, known: Sequence[str]) -> None:
@@ -107,11 +139,13 @@ def _group_sizes(config: MseEvalConfig) -> None:
         raise UserError("group_sizes is empty; use for example group_sizes=[4,8,16,32,64]")
     for size in sizes:
         _at_least("group_sizes: G", size, 1)
+        if size > LARGEST["group_sizes"]:
+            raise UserError(f"group_sizes: G={size} is too large; use {LARGEST['group_sizes']} or less")
     _distinct("group_sizes", sizes)
     if 1 in sizes and "grpo" in config.estimators:
         raise UserError(
             "group size G=1 is not defined for the estimator 'grpo' (its baseline is the mean of the other "
-            "G-1 rewards); use G >= 2 or estimators=[vanilla,oracle]"
+            "G-1 rewards); use G >= 2 or estimators without a group: [vanilla,oracle,optimal]"
         )
 
 
@@ -121,15 +155,39 @@ def _seeds(seeds: Sequence[int]) -> None:
     negative = [seed for seed in seeds if seed < 0]
     if negative:
         raise UserError(f"seeds={_show(seeds)} has the negative {negative[0]}; seeds are 0 or more")
+    for seed in seeds:
+        _at_most("seeds", seed)
     _distinct("seeds", seeds)
 
 
-def _task(task: TaskConfig) -> None:
-    if not task.name:
-        raise UserError("no task is named; use for example task=arithmetic")
-    _at_least("task.num_questions", task.num_questions, 3, "intervals over questions need three")
+def validate_task(task: TaskConfig, least: int = 3) -> None:
+    """Check the values of a task.
+
+    Args:
+        task: A task that is named.
+        least: Fewest questions; intervals over questions need three.
+
+    Raises:
+        UserError: At the first value that cannot be used, with the remedy.
+    """
+    why = "intervals over questions need three" if least == 3 else ""
+    _between("task.num_questions", task.num_questions, least, why)
     _name("task.split", task.split, ("train", "test"))
-    _at_least("task.seed", task.seed, 0)
+    _between("task.seed", task.seed, 0)
+    _unused(task, "task", TASK_KEYS.get(task.name), f"task={task.name}")
+    if task.name == "arithmetic":
+        _between("task.operand_max", task.operand_max, task.operand_min, "task.operand_min is that")
+        _between("task.factor_max", task.factor_max, task.factor_min, "task.factor_min is that")
+
+
+def _unused(config: Any, group: str, used: Sequence[str] | None, owner: str) -> None:
+    """Refuse keys that would change the cell's id and nothing else."""
+    for item in fields(config):
+        default = item.default if item.default_factory is MISSING else item.default_factory()
+        if used is not None and item.name not in used and getattr(config, item.name) != default:
+            raise UserError(
+                f"{group}.{item.name} means nothing to {owner}, which takes {', '.join(used)}; leave it out"
+            )
 
 
 def _model(model: ModelConfig) -> None:
@@ -137,6 +195,7 @@ def _model(model: ModelConfig) -> None:
     _name("model.dtype", model.dtype, DTYPES)
     if not model.name:
         raise UserError("keys of model are set but no model is named; name one, for example model=hf model.path=DIR")
+    _unused(model, "model", MODEL_KEYS[model.kind], f"the {model.kind} model {model.name!r}")
     if model.kind == "tabular":
         if not model.family:
             raise UserError("model.family is empty; a tabular policy needs one, see conf/model/tabular.yaml")
@@ -146,6 +205,8 @@ def _model(model: ModelConfig) -> None:
             f"model.path is empty for model {model.name!r}; give a directory or a Hugging Face id: "
             "model=hf model.path=DIR"
         )
+    if model.revision is not None and model.path.startswith("bundled:"):
+        raise UserError(f"model.revision means nothing to {model.path}, which comes with grpo; leave it out")
     if "{question}" not in model.template:
         raise UserError(
             f"model.template={model.template!r} has no {{question}}, every prompt would be the same; "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import resource
@@ -12,7 +13,10 @@ import time
 
 import pytest
 
+from grpo_repro import app as application
 from grpo_repro import config as schema
+from grpo_repro.errors import RunError, UserError
+from grpo_repro.launch import Flags, launch
 
 TRACEBACK = "Traceback (most recent call last)"
 
@@ -305,6 +309,23 @@ def test_a_worker_that_dies_is_one_message_and_the_command_resumes(grpo):
     assert TRACEBACK not in err
     assert "error: a job died" in err
     assert json.loads(grpo(*arguments, "--json").stdout)["rows"] == 30
+
+
+@pytest.mark.parametrize(
+    ("code", "kind", "words"),
+    [
+        (errno.ENOSPC, UserError, "cannot write results to results: No space left on device; free space"),
+        (errno.EPIPE, RunError, "a job died: BrokenPipeError"),
+    ],
+)
+def test_a_job_that_meets_a_full_disk_is_a_message_about_the_disk(tmp_path, monkeypatch, code, kind, words):
+    def full(*_):
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(application, "mse_eval", full)
+    with pytest.raises(kind, match=words):
+        launch("mse-eval", ["model=tabular"], Flags(multirun=True))
 
 
 def test_a_bad_sweep_leaves_no_folder(grpo):

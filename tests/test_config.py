@@ -12,7 +12,7 @@ from grpo_repro import config as schema
 from grpo_repro.config import ModelConfig, MseEvalConfig, TaskConfig
 from grpo_repro.errors import UserError
 from grpo_repro.launch import check_overrides
-from grpo_repro.validation import validate
+from grpo_repro.validation import MOST_THREADS, validate
 
 
 def composed(*overrides):
@@ -90,7 +90,7 @@ TABULAR = ModelConfig(name="tabular", kind="tabular", family="curved")
         ({"group_sizes": [-2]}, ["G=-2"]),
         ({"group_sizes": [1, 4]}, ["G=1", "'grpo'", "vanilla"]),
         ({"completions_per_prompt": 3}, ["completions_per_prompt=3", "4 or more"]),
-        ({"replicates": 1}, ["replicates=1", "2 or more"]),
+        ({"replicates": 1}, ["replicates=1", "3 or more"]),
         ({"seeds": []}, ["seeds is empty"]),
         ({"seeds": [1, 1]}, ["more than once"]),
         ({"seeds": [0, -1]}, ["negative -1"]),
@@ -105,9 +105,27 @@ TABULAR = ModelConfig(name="tabular", kind="tabular", family="curved")
         ({"threads": 0}, ["threads=0"]),
         ({"results_dir": " "}, ["results_dir is empty"]),
         ({"task": TaskConfig()}, ["no task"]),
-        ({"task": TaskConfig(name="arithmetic", num_questions=1)}, ["num_questions=1", "2 or more"]),
+        ({"task": TaskConfig(name="arithmetic", num_questions=1)}, ["num_questions=1", "3 or more"]),
         ({"task": TaskConfig(name="arithmetic", split="dev")}, ["'dev'", "train, test"]),
         ({"task": TaskConfig(name="bandit")}, ["task=bandit", "model=tabular"]),
+        ({"group_sizes": [10**10]}, ["G=10000000000", "1048576 or less"]),
+        ({"completions_per_prompt": 10**12}, ["completions_per_prompt=1000000000000", "10000000 or less"]),
+        ({"replicates": 10**12}, ["replicates=1000000000000", "1000000 or less"]),
+        ({"seeds": [2**63]}, [f"seeds={2**63}", f"{2**63 - 1} or less"]),
+        ({"max_new_tokens": 10**12}, ["max_new_tokens=1000000000000"]),
+        ({"micro_batch": 10**12}, ["micro_batch=1000000000000"]),
+        ({"gradient_memory_gib": 1e300}, ["gradient_memory_gib=1e+300", "100000 or less"]),
+        ({"threads": 10**11}, ["threads=100000000000", f"{MOST_THREADS} or less"]),
+        ({"task": TaskConfig(name="arithmetic", num_questions=10**9)}, ["task.num_questions=1000000000"]),
+        ({"task": TaskConfig(name="arithmetic", seed=2**63)}, ["task.seed="]),
+        ({"task": TaskConfig(name="arithmetic", operand_max=5_000_000)}, ["task.operand_max=5000000"]),
+        ({"task": TaskConfig(name="arithmetic", factor_max=10**21)}, ["task.factor_max=1000000000000000000000"]),
+        ({"task": TaskConfig(name="arithmetic", path="x")}, ["task.path", "task=arithmetic", "leave it out"]),
+        ({"model": TABULAR, "task": TaskConfig(name="bandit", operand_max=9)}, ["task.operand_max", "num_questions"]),
+        ({"model": replace(TABULAR, path="x"), "task": TaskConfig(name="bandit")}, ["model.path", "tabular"]),
+        ({"model": replace(LANGUAGE, family="curved")}, ["model.family", "'mine'", "template"]),
+        ({"model": replace(LANGUAGE, family_args={"dim": 3})}, ["model.family_args"]),
+        ({"model": replace(LANGUAGE, path="bundled:base", revision="main")}, ["model.revision", "bundled:base"]),
         ({"methods": ["exact"]}, ["exact", "model=tabular"]),
         ({"model": LANGUAGE, "methods": ["exact"]}, ["'exact'", "'mine'"]),
         ({"model": LANGUAGE, "task": TaskConfig(name="bandit")}, ["task=bandit", "'mine'"]),
@@ -140,6 +158,10 @@ def test_good_values_pass():
         ("name", "KEY=VALUE"),
         ("=1", "KEY=VALUE"),
         ("~seeds=[0]", "removes a key"),
+        ("~task", "removes a key"),
+        ("hydra.job.chdir=true", "set by grpo itself"),
+        ("++hydra.job={chdir:true}", "set by grpo itself"),
+        ("results_dir=~/x", "results_dir=$HOME/x"),
         ("hydra.run.dir=x", "results_dir=DIR"),
         ("results_dir=a,b", "one run writes to one"),
         ("model=", "bundled-base"),

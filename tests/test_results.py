@@ -197,6 +197,17 @@ def test_a_lock_excludes_and_leaves_no_file(tmp_path):
         assert again
 
 
+@pytest.mark.parametrize("place", [".locks", ".locks/0123456789ab"])
+def test_something_else_in_place_of_a_lock_is_one_message(tmp_path, place):
+    if place == ".locks":
+        (tmp_path / place).write_text("")
+    else:
+        (tmp_path / place).mkdir(parents=True)
+    with pytest.raises(ResultsError, match=r"cannot lock .*0123456789ab: .* move away"):
+        with cell_lock(tmp_path, "0123456789ab"):
+            pass
+
+
 def test_a_lock_dies_with_its_process(tmp_path):
     code = (
         "import sys, time, pathlib; from grpo_repro.locks import cell_lock\n"

@@ -17,7 +17,7 @@ import pytest
 
 from grpo_repro import results, runner
 from grpo_repro.config import ModelConfig, MseEvalConfig, TaskConfig
-from grpo_repro.errors import ResultsError
+from grpo_repro.errors import ResultsError, UserError
 from grpo_repro.outcome import Outcome, merge
 from grpo_repro.progress import Reporter
 
@@ -98,6 +98,49 @@ def test_something_else_in_place_of_a_cell_fails_that_cell_only(settings, capsys
     assert list(outcome.failures) == [cell.id]
     assert len(outcome.rows) == 2
     assert capsys.readouterr().err.count("move it away to measure it again") == 1
+
+
+def test_something_else_in_place_of_partial_work_is_one_message(settings):
+    cell = fake_experiment.plan(settings)[0]
+    path = results.work_path(settings.results_dir, cell)
+    path.parent.mkdir(parents=True)
+    path.write_text("")
+    with pytest.raises(ResultsError, match="is not a folder .* move it away"):
+        go(settings)
+    assert path.read_text() == ""
+
+
+def test_a_plan_that_memory_cannot_hold_is_refused(settings, monkeypatch, log):
+    monkeypatch.setattr(runner, "total_memory", lambda: 2**28)
+    on_cpu = replace(settings, device="cpu")
+    with pytest.raises(UserError, match=r"bundled-base seed 0 needs about 0\.5 GiB .* has 0\.25; lower .*micro_batch"):
+        go(on_cpu)
+    assert len(runner.dry_run(fake_experiment, "mse-eval", on_cpu).plan) == 3
+    assert log.read_text() == ""
+    assert go(replace(settings, device="cuda")).status == 0
+    monkeypatch.setattr(runner, "total_memory", lambda: None)
+    assert go(on_cpu).status == 0
+
+
+def test_what_is_wrong_with_a_model_is_said_once(settings, monkeypatch, capsys):
+    monkeypatch.setenv("FAKE_USER_ERROR", "bundled-icl")
+    outcome = go(replace(settings, seeds=[0, 1]))
+    assert (outcome.status, len(outcome.failures)) == (2, 2)
+    assert capsys.readouterr().err.count("has no tokenizer") == 1
+
+
+def test_the_clock_survives_a_kill(settings, monkeypatch):
+    monkeypatch.setattr(runner, "SECONDS_BETWEEN_CLOCKS", 0.0)
+    # A process that is killed saves nothing on its way out.
+    monkeypatch.setenv("FAKE_FAIL", "bundled-instruct,bundled-icl")
+    seen = []
+    original = runner._save_seconds
+    monkeypatch.setattr(
+        runner, "_save_seconds", lambda clock, seconds: (seen.append(seconds), original(clock, seconds))
+    )
+    go(settings)
+    assert len(seen) == fake_experiment.STEPS + 2
+    assert sorted(seen[: fake_experiment.STEPS]) == seen[: fake_experiment.STEPS]
 
 
 def test_a_full_disk_stops_the_run_with_one_message_and_loses_nothing(settings, monkeypatch):

@@ -27,6 +27,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
+from grpo_repro.config import LARGEST
 from grpo_repro.errors import UserError
 from grpo_repro.tasks import Question
 
@@ -60,11 +61,13 @@ class Ranges:
     factor_max: int = 10
 
     def __post_init__(self) -> None:
-        """Refuse empty ranges and those that allow a division by zero."""
+        """Refuse empty ranges, those that allow a division by zero, and more questions than 64 bits can number."""
         for name, floor in (("operand", 0), ("factor", 1)):
             low, high = getattr(self, f"{name}_min"), getattr(self, f"{name}_max")
             if not floor <= low <= high:
                 raise UserError(f"{name} range is {low}..{high}; it needs {floor} <= {name}_min <= {name}_max")
+            if high > LARGEST[f"task.{name}_max"]:
+                raise UserError(f"{name}_max={high} is too large; use {LARGEST[f'task.{name}_max']} or less")
 
     @property
     def operands(self) -> range:
@@ -154,10 +157,11 @@ def _draw(kind: str, wanted: int, split: str, rng: random.Random, ranges: Ranges
         if len(found) >= wanted:
             return found[:wanted]
         if size >= total:
+            fewer = f" or ask for at most {len(found) * len(KINDS)} questions" if found else ""
             raise UserError(
                 f"{wanted} {split} questions of kind {kind} are needed but operands {ranges.operand_min}.."
                 f"{ranges.operand_max} and factors {ranges.factor_min}..{ranges.factor_max} hold only "
-                f"{len(found)}; widen the ranges or ask for at most {len(found) * len(KINDS)} questions"
+                f"{len(found)}; widen the ranges{fewer}"
             )
         size *= 4
 
