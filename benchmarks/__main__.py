@@ -9,6 +9,7 @@ import json
 import sys
 from pathlib import Path
 
+import torch
 from rich.console import Console
 from rich.table import Table
 
@@ -19,6 +20,7 @@ BENCHMARKS = {"sampling": sampling.run, "score_norms": score_norms.run, "interva
 
 def main(names: list[str]) -> None:
     """Run the named benchmarks, or all."""
+    torch.set_num_threads(1)  # both sides, as experiments run models of this size: timings then hold on a busy machine
     unknown = sorted(set(names) - set(BENCHMARKS))
     if unknown:
         sys.exit(f"unknown benchmark {', '.join(unknown)}; known: {', '.join(BENCHMARKS)}")

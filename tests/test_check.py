@@ -17,6 +17,7 @@ from grpo_repro.experiments.state import Checkpoint
 from grpo_repro.policies import causal_lm
 
 PROMPT = [3, 4, 5, 6, 7, 8, 9]
+TINY = {"vocab_size": 12, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 
 
 @pytest.fixture
@@ -40,10 +41,10 @@ def test_the_bundled_policy_passes_and_is_left_as_it_was(policy):
     "model",
     [
         lambda: OPTForCausalLM(
-            OPTConfig(vocab_size=12, hidden_size=16, ffn_dim=16, num_hidden_layers=1, num_attention_heads=2, word_embed_proj_dim=16)
+            OPTConfig(ffn_dim=16, word_embed_proj_dim=16, **TINY)
         ),
         lambda: BertLMHeadModel(
-            BertConfig(vocab_size=12, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, is_decoder=True)
+            BertConfig(intermediate_size=16, is_decoder=True, **TINY)
         ),
     ],
     ids=["opt", "bert as a decoder"],
