@@ -5,8 +5,12 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import signal
 import sys
+import threading
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,7 +47,8 @@ def run_task(experiment: str, config: DictConfig) -> None:
     hydra = HydraConfig.get()
     results_dir = str(OmegaConf.to_container(config)["results_dir"])  # type: ignore[call-overload,index]
     try:
-        outcome = execute(experiment, config, bars=hydra.mode == RunMode.RUN)
+        with _heeding_termination():
+            outcome = execute(experiment, config, bars=hydra.mode == RunMode.RUN)
     except UserError as error:
         outcome = Outcome(experiment, results_dir, status=BAD_CONFIGURATION, error=str(error))
     except KeyboardInterrupt:
@@ -62,6 +67,20 @@ def run_task(experiment: str, config: DictConfig) -> None:
             raise
     if outcome.status == INTERRUPTED:
         raise KeyboardInterrupt
+
+
+@contextmanager
+def _heeding_termination() -> Iterator[None]:
+    """Take SIGTERM for an interruption in workers of launchers too, unless the launcher has plans for it."""
+    main = threading.current_thread() is threading.main_thread()
+    ours = main and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    if ours:
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        if ours:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def execute(experiment: str, config: DictConfig, bars: bool) -> Outcome:
@@ -93,8 +112,17 @@ def execute(experiment: str, config: DictConfig, bars: bool) -> Outcome:
     module: Any = importlib.import_module(EXPERIMENTS[experiment])
     if settings.dry_run:
         return runner.dry_run(module, experiment, settings)
+    _check_device(settings)
     if settings.threads is not None:
         import torch
 
         torch.set_num_threads(settings.threads)
     return runner.run_plan(module, experiment, settings, Reporter(bars))
+
+
+def _check_device(settings: Any) -> None:
+    """Refuse a GPU that is not there before any cell starts; a tabular policy needs none."""
+    if settings.device.startswith("cuda") and not (settings.model and settings.model.kind == "tabular"):
+        from grpo_repro.policies.causal_lm import device_of
+
+        device_of(settings.device)

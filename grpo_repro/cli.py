@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from pathlib import Path
 from typing import Annotated, Any, Optional
@@ -10,6 +11,7 @@ from typing import Annotated, Any, Optional
 import typer
 
 from grpo_repro.cli_help import ExperimentCommand, complete_override
+from grpo_repro.config import EXPERIMENTS
 from grpo_repro.data_cli import data_app
 from grpo_repro.errors import RunError, UserError
 from grpo_repro.model_cli import model_app
@@ -23,7 +25,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
     epilog="An argument with = is an override (model=bundled-base), one without is a name. "
-    "Exit codes: 0 done, 1 a run or check failed, 2 bad usage or configuration.",
+    "Exit codes: 0 done, 1 a run or check failed, 2 bad usage or configuration, 130 interrupted (SIGINT or SIGTERM).",
 )
 app.add_typer(model_app)
 app.add_typer(data_app)
@@ -65,7 +67,10 @@ def _experiment(name: str, overrides: list[str], flags: Any, as_json: bool) -> N
     try:
         outcome = launch(name, overrides, flags)
     except KeyboardInterrupt:
-        print("interrupted; the same command resumes", file=sys.stderr)
+        message = "interrupted; the same command resumes"
+        print(message, file=sys.stderr)
+        if as_json:
+            print(json.dumps({"experiment": name, "error": message}))
         raise typer.Exit(INTERRUPTED) from None
     if outcome is not None:
         print_outcome(outcome, as_json, flags.multirun)
@@ -127,14 +132,23 @@ def main() -> None:
     import warnings
 
     warnings.showwarning = _show_warning
+    # A cluster that takes a job's machine away terminates it first: that is an interruption like Ctrl-C.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         app()
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+        sys.exit(_failed(error, 2))
     except RunError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(1)
+        sys.exit(_failed(error, 1))
+
+
+def _failed(error: Exception, status: int) -> int:
+    """Print an error, with --json on stdout too; return the exit code."""
+    print(f"error: {error}", file=sys.stderr)
+    if "--json" in sys.argv:
+        experiment = {"experiment": sys.argv[1]} if sys.argv[1] in EXPERIMENTS else {}
+        print(json.dumps(experiment | {"error": str(error)}))
+    return status
 
 
 def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 from collections import Counter, defaultdict
@@ -13,6 +14,7 @@ import typer
 
 from grpo_repro.config import choices, load_choice
 from grpo_repro.errors import RunError, UserError
+from grpo_repro.validation import validate_task
 
 data_app = typer.Typer(
     name="data",
@@ -129,10 +131,11 @@ def score(
 
 
 def _load(name: str, overrides: list[str] | None) -> Any:
+    import yaml  # type: ignore[import-untyped]
     from omegaconf.errors import OmegaConfBaseException
 
     for item in overrides or []:
-        if "=" not in item:
+        if "=" not in item or item.startswith("="):
             raise UserError(f"{item!r} is not an override; write KEY=VALUE, for example num_questions=20")
     stripped = [item.removeprefix("task.") for item in overrides or []]
     try:
@@ -141,10 +144,10 @@ def _load(name: str, overrides: list[str] | None) -> Any:
         from grpo_repro.hydra_errors import explain
 
         raise UserError(explain(error, "mse-eval", "task.")) from error
-    if config.num_questions < 1:
-        raise UserError(f"num_questions={config.num_questions} is too small; use 1 or more")
-    if config.split not in ("train", "test"):
-        raise UserError(f"unknown split {config.split!r}; known: train, test")
+    except (yaml.YAMLError, RecursionError) as error:
+        reason = str(error).splitlines()[0]
+        raise UserError(f"cannot read {' '.join(stripped)!r} ({reason}); write KEY=VALUE") from error
+    validate_task(config, least=1)
     from grpo_repro.tasks import load_task
 
     return load_task(config)
@@ -152,11 +155,12 @@ def _load(name: str, overrides: list[str] | None) -> Any:
 
 def _read(name: str) -> Iterator[tuple[int, str, str]]:
     """Yield line number, id and completion of each line of a file."""
-    if name == "-":
-        yield from _parse(name, sys.stdin)
-        return
     try:
-        with Path(name).open(encoding="utf-8") as file:
+        # A byte order mark, which some editors write, is no part of the first line.
+        if name == "-":
+            yield from _parse(name, io.TextIOWrapper(sys.stdin.buffer, encoding="utf-8-sig"))
+            return
+        with Path(name).open(encoding="utf-8-sig") as file:
             yield from _parse(name, file)
     except OSError as error:
         raise UserError(f"cannot read {name}: {error.strerror}; give JSON lines, or - for stdin") from error
@@ -170,8 +174,12 @@ def _parse(name: str, lines: Iterable[str]) -> Iterator[tuple[int, str, str]]:
             continue
         try:
             entry = json.loads(line)
-            yield number, str(entry["id"]), str(entry["completion"])
-        except (ValueError, KeyError, TypeError) as error:
+            question, completion = str(entry["id"]), entry["completion"]
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            reason = "nested too deeply" if isinstance(error, RecursionError) else repr(error)
             raise UserError(
-                f'{name}:{number}: not a JSON object with "id" and "completion" ({error!r}); mend that line'
+                f'{name}:{number}: not a JSON object with "id" and "completion" ({reason}); mend that line'
             ) from error
+        if not isinstance(completion, str):
+            raise UserError(f"{name}:{number}: completion {json.dumps(completion)[:80]} is no text; put it in quotes")
+        yield number, question, completion

@@ -93,9 +93,11 @@ def _conf() -> Check:
 
 def _bundled() -> Check:
     from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
 
     from grpo_repro import bundled
 
+    logging.disable_progress_bar()
     sizes = []
     for name in ("base", "instruct"):
         folder = bundled.path(name)
@@ -108,6 +110,8 @@ def _bundled() -> Check:
 def _writable(results_dir: Path) -> Check:
     folder = _nearest(results_dir)
     try:
+        if folder.is_symlink() and not folder.exists():
+            raise FileNotFoundError(2, f"{folder} is a link to nothing")
         if not folder.is_dir():
             raise NotADirectoryError(20, "Not a directory")
         with tempfile.TemporaryFile(dir=folder):
@@ -118,15 +122,16 @@ def _writable(results_dir: Path) -> Check:
 
 
 def _nearest(path: Path) -> Path:
-    """Return the path, or the nearest folder above it that exists."""
+    """Return the path, or the nearest above it that exists, be it a link to nothing."""
     path = path.absolute()
-    while not path.exists() and path != path.parent:
+    while not os.path.lexists(path) and path != path.parent:
         path = path.parent
     return path
 
 
 def _disk(results_dir: Path) -> Check:
-    free = shutil.disk_usage(_nearest(results_dir)).free / 2**30
+    folder = _nearest(results_dir)
+    free = shutil.disk_usage(folder if folder.exists() else folder.parent).free / 2**30
     remedy = "" if free >= MINIMUM_DISK_GIB else f"; free {MINIMUM_DISK_GIB:g} GiB or use another disk"
     return Check("disk", free >= MINIMUM_DISK_GIB, f"{free:.1f} GiB free{remedy}")
 

@@ -22,6 +22,11 @@ def explain(error: BaseException, experiment: str, prefix: str = "") -> str:
     Returns:
         One or two lines without a traceback.
     """
+    # The plus signs are ours, see `launch`.
+    return _explain(error, experiment, prefix).replace("++model.family_args", "model.family_args")
+
+
+def _explain(error: BaseException, experiment: str, prefix: str) -> str:
     texts = [str(error)]
     override = getattr(error, "override", None)
     if override is not None:
@@ -32,7 +37,7 @@ def explain(error: BaseException, experiment: str, prefix: str = "") -> str:
         cause = cause.__cause__
     text = "\n".join(texts)
     known = [key.removeprefix(prefix) for key in keys(SCHEMAS[experiment]) if key.startswith(prefix)]
-    for part in (_missing_option, _unknown_key, _ambiguous, _twice, _bad_value, _missing_value):
+    for part in (_missing_option, _unknown_key, _ambiguous, _twice, _interpolation, _bad_value, _missing_value):
         message = part(text, known)
         if message is not None:
             return message
@@ -66,6 +71,8 @@ def _unknown_key(text: str, known: list[str]) -> str | None:
     key = found.group(1)
     if key in known and "Could not append" in text:
         return f"{key} exists already; leave the + away: {key}=VALUE"
+    if key.startswith("hydra."):
+        return f"unknown key {key!r}; `grpo mse-eval --cfg hydra` shows the keys of hydra"
     group, dot, _ = key.rpartition(".")
     near = [other for other in known if other.rpartition(".")[:2] == (group, dot)] or known
     return f"unknown key {key!r}; {_did_you_mean(key, known)}known: {', '.join(near)}"
@@ -95,6 +102,17 @@ def _syntax(override: str, text: str) -> str:
         f"cannot read the override {override!r}{reason}; write KEY=VALUE, and put a value with special "
         "characters in quotes twice: 'key=\"a b: c\"'"
     )
+
+
+def _interpolation(text: str, known: list[str]) -> str | None:
+    found = re.search(r"(Interpolation key '[^']+' not found|Environment variable '[^']+' not found)", text)
+    found = found or re.search(r"(Unsupported interpolation type \S+|Interpolation .*)", text)
+    key = re.search(r"full_key: (\S+)", text)
+    if found is None:
+        return None
+    # The folder of a sweep's outcomes is derived from the folder of its results.
+    name = key.group(1).replace("hydra.sweep.dir", "results_dir") if key else "a value"
+    return f"{name} cannot be resolved: {found.group(1)}; name what exists, or give the value itself"
 
 
 def _bad_value(text: str, known: list[str]) -> str | None:

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import sys
-import tempfile
-import time
-import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +13,7 @@ from pathlib import Path
 from grpo_repro.config import NESTED, MseEvalConfig, choices, conf_dir, register
 from grpo_repro.errors import FULL_DISK, RunError, UserError, cannot_write
 from grpo_repro.hydra_errors import explain
+from grpo_repro.job_folder import discard, discard_older, job_folder, keep_logs
 from grpo_repro.outcome import DONE, INTERRUPTED, Outcome, merge
 
 OURS = (
@@ -72,7 +69,8 @@ def launch(experiment: str, overrides: list[str], flags: Flags) -> Outcome | Non
         # Nothing is run, so no cluster is asked.
         kept = [item for item in overrides if not _key(item).startswith(("hydra/launcher", "hydra.launcher"))]
         overrides = [*kept, "dry_run=true"]
-    with _job_folder(overrides, keep=flags.multirun and not flags.dry_run) as folder:
+    sweep = flags.multirun and not flags.dry_run
+    with job_folder(_resolved(results_dir(overrides), experiment) if sweep else None) as folder:
         where = ["hydra.run.dir", "hydra.sweep.dir"]
         ours = [f"{key}={_quoted(str(folder))}" for key in where]
         interrupted = False
@@ -82,9 +80,7 @@ def launch(experiment: str, overrides: list[str], flags: Flags) -> Outcome | Non
             interrupted = True
         outcomes = [Outcome(**json.loads(path.read_text())) for path in _outcome_files(folder)]
         joint = merge(outcomes) if outcomes else None
-        # Jobs that were submitted outlive an interruption, and need what lies there.
-        if (interrupted and not (folder / ".submitit").exists()) or (joint and joint.status == DONE):
-            _discard(folder)
+        _tidy(folder, interrupted, joint)
     if interrupted:
         if joint is None:
             raise KeyboardInterrupt
@@ -92,6 +88,21 @@ def launch(experiment: str, overrides: list[str], flags: Flags) -> Outcome | Non
     if joint is None:
         raise RunError("no job has left an outcome; the same command resumes")
     return joint
+
+
+def _tidy(folder: Path, interrupted: bool, joint: Outcome | None) -> None:
+    """Take away what nobody needs: a failure's logs are kept until a command succeeds."""
+    if joint is not None and joint.status == DONE and not interrupted:
+        discard(folder)
+        discard_older(folder)
+    elif joint is not None and joint.error and not joint.cells:
+        # No configuration could be planned: nothing has run.
+        discard(folder)
+    elif not interrupted:
+        keep_logs(folder)
+    elif not (folder / ".submitit").exists():
+        # Jobs that were submitted outlive an interruption, and need what lies there.
+        discard(folder)
 
 
 def check_overrides(overrides: list[str]) -> None:
@@ -123,6 +134,17 @@ def results_dir(overrides: list[str]) -> str:
     return named[-1].strip("'\"") if named else MseEvalConfig.results_dir
 
 
+def _resolved(text: str, experiment: str) -> str:
+    """Resolve a results folder such as ${oc.env:HOME}/x, which a sweep needs before Hydra has composed it."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        return str(OmegaConf.create({"results_dir": text})["results_dir"])
+    except OmegaConfBaseException as error:
+        raise UserError(explain(error, experiment)) from error
+
+
 def _key(item: str) -> str:
     return item.partition("=")[0].lstrip("+~")
 
@@ -134,49 +156,6 @@ def _free(item: str) -> str:
 
 def _quoted(text: str) -> str:
     return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
-
-
-@contextmanager
-def _job_folder(overrides: list[str], keep: bool) -> Iterator[Path]:
-    """Yield the folder of the jobs' outcomes and logs.
-
-    A sweep's lies in the results folder, where other machines see it too; if a job fails it stays, for its
-    logs.
-    """
-    if not keep:
-        with tempfile.TemporaryDirectory(prefix="grpo-", ignore_cleanup_errors=True) as name:
-            yield Path(name)
-        return
-    folder = Path(results_dir(overrides)).resolve() / ".launch" / uuid.uuid4().hex[:8]
-    try:
-        folder.mkdir(parents=True)
-    except OSError as error:
-        raise cannot_write(folder.parent.parent, error) from error
-    try:
-        yield folder
-    except UserError:
-        # Every job's configuration is composed before the first starts: nothing has run.
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
-    finally:
-        for path in (folder, folder.parent, folder.parent.parent):
-            _remove_if_empty(path)
-
-
-def _discard(folder: Path) -> None:
-    """Remove a folder in which workers that were interrupted too may still be writing their last lines."""
-    for _ in range(20):
-        shutil.rmtree(folder, ignore_errors=True)
-        if not folder.exists():
-            return
-        time.sleep(0.05)
-
-
-def _remove_if_empty(folder: Path) -> None:
-    try:
-        folder.rmdir()
-    except OSError:
-        return
 
 
 def _outcome_files(folder: Path) -> list[Path]:

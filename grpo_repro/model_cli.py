@@ -84,7 +84,9 @@ def build(
         Optional[Path],  # noqa: UP045
         typer.Option("--out", help="Folder to write; models/NAME by default, and never overwritten."),
     ] = None,
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Of the first weights and of the text.")] = 0,
+    seed: Annotated[
+        int, typer.Option("--seed", min=0, max=2**63 - 1, help="Of the first weights and of the text.")
+    ] = 0,
     base: Annotated[
         Optional[Path],  # noqa: UP045
         typer.Option("--base", help="What instruct starts from; the bundled base by default."),
@@ -101,7 +103,7 @@ def build(
     if recipe not in RECIPES:
         raise UserError(f"no recipe for model {name!r}; known: {', '.join(RECIPES)}")
     target = out or Path("models") / recipe
-    if target.exists():
+    if os.path.lexists(target):
         raise UserError(f"{target} exists already and is not overwritten; name another folder with --out DIR")
     facts = _build(recipe, target, seed, base)
     if as_json:
@@ -113,8 +115,12 @@ def build(
 
 def _build(recipe: str, target: Path, seed: int, base: Path | None) -> dict[str, Any]:
     """Build into a folder beside the target, which appears only when it is whole."""
+    from transformers.utils import logging
+
     from grpo_repro.policies import pretrain
     from grpo_repro.progress import Reporter
+
+    logging.disable_progress_bar()
 
     reporter = Reporter()
     try:

@@ -48,7 +48,7 @@ def draw(names: list[str], results: Path, out: Path, image_format: str) -> list[
         state = "holds no results" if results.is_dir() else "does not exist"
         raise UserError(f"{results} {state}; run `grpo mse-eval` first or name another folder with --results DIR")
     paths, empty = [], []
-    for name in names or list(FIGURES):
+    for name in dict.fromkeys(names or FIGURES):
         try:
             figure = FIGURES[name](rows)
         except UserError as error:

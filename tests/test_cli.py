@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 import resource
@@ -10,12 +11,15 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
 from grpo_repro import app as application
 from grpo_repro import config as schema
+from grpo_repro import data_cli, doctor
 from grpo_repro.errors import RunError, UserError
+from grpo_repro.job_folder import discard_older, job_folder, keep_logs
 from grpo_repro.launch import Flags, launch
 
 TRACEBACK = "Traceback (most recent call last)"
@@ -137,7 +141,11 @@ def test_completion_of_models_and_tasks(grpo):
         ("group_sizes=4", ["group_sizes=4", "give a list"]),
         ("group_sizes=[4", ["'group_sizes=[4'", "KEY=VALUE"]),
         ("${x}=1", ["cannot read", "'${x}=1'"]),
-        ("results_dir=${nothing}", ["results_dir"]),
+        ("results_dir=${nothing}", ["results_dir cannot be resolved", "'nothing' not found"]),
+        ("results_dir=${oc.env:NOTHING}", ["results_dir cannot be resolved", "'NOTHING' not found"]),
+        ("hydra.foo=1", ["'hydra.foo'", "--cfg hydra"]),
+        ("model.family_args.contexts=1,2", ["error: model.family_args.contexts=1,2 names", "'model.family_args"]),
+        ("model.family_args=5", ["error: bad value model.family_args=5"]),
         ("model.path=DIR", ["no model is named", "model=hf"]),
         ("model=hf", ["model.path is empty"]),
         ("model=hf,tabular", ["--multirun"]),
@@ -222,14 +230,14 @@ def test_a_dry_run_runs_and_writes_nothing(grpo):
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["basic", "joblib", "submitit_local"])
 def test_multirun_really_runs_and_prints_one_object(grpo, launcher):
-    arguments = ["mse-eval", "-m", "--json", "model=hf,tabular", "model.path=x", "seeds=[0],[1]"]
+    arguments = ["mse-eval", "-m", "--json", "model=bundled-base,tabular", "seeds=[0],[1]"]
     run = grpo(*arguments, f"hydra/launcher={launcher}")
     assert run.returncode == 0, run.stderr
     found = json.loads(run.stdout)
     assert (len(found["cells"]), found["rows"]) == (4, 20)
     assert len(grpo.files()) == 12, grpo.files()
     assert sorted(path.name for path in (grpo.folder / "results").iterdir()) == ["mse-eval"]
-    plain = grpo("mse-eval", "--json", "model=hf", "model.path=x", "seeds=[0,1]", "results_dir=other")
+    plain = grpo("mse-eval", "--json", "model=bundled-base", "seeds=[0,1]", "results_dir=other")
     for cell in json.loads(plain.stdout)["cells"]:
         parts = [grpo.folder / where / "mse-eval" / cell / "metrics.parquet" for where in ("results", "other")]
         assert parts[0].read_bytes() == parts[1].read_bytes()
@@ -285,6 +293,20 @@ def test_control_c_then_the_same_command_resumes(grpo, arguments):
     assert sorted(path.name for path in (grpo.folder / "results").iterdir()) == ["mse-eval"]
 
 
+def test_termination_is_an_interruption(grpo):
+    log = grpo.folder / "log"
+    log.touch()
+    process = grpo.start("mse-eval", FAKE_SECONDS="0.3", FAKE_LOG=str(log))
+    while len(log.read_text().splitlines()) < 2:
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.02)
+    process.terminate()
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert TRACEBACK not in err
+    assert err.splitlines()[-1] == "interrupted; 1 of 3 cells finished; the same command resumes"
+
+
 def test_control_c_before_any_work_is_130_too(grpo):
     process = grpo.start("mse-eval")
     time.sleep(0.5)
@@ -311,6 +333,36 @@ def test_a_worker_that_dies_is_one_message_and_the_command_resumes(grpo):
     assert json.loads(grpo(*arguments, "--json").stdout)["rows"] == 30
 
 
+def test_arguments_of_a_family_can_be_set_together(grpo):
+    run = grpo("mse-eval", "model=tabular", "model.family_args={contexts:4}", "--cfg", "job")
+    assert "family_args:\n    contexts: 4\n" in run.stdout, run.stderr
+
+
+@pytest.mark.parametrize("arguments", [["foo=1"], ["base"], ["-m", "model=hf"], ["device=gpu"]])
+def test_json_has_the_error_in_every_case(grpo, arguments):
+    run = grpo("mse-eval", "--json", *arguments)
+    found = json.loads(run.stdout)
+    assert run.returncode == 2
+    assert found["experiment"] == "mse-eval"
+    assert run.stderr == f"error: {found['error']}\n"
+
+
+def test_a_sweep_that_succeeds_takes_the_logs_of_failed_ones_away(tmp_path, monkeypatch):
+    with job_folder(str(tmp_path)) as failed:
+        (failed / "log").touch()
+        keep_logs(failed)
+    with job_folder(str(tmp_path)) as submitted:
+        (submitted / ".submitit").mkdir()
+    assert failed.exists()
+    with job_folder(str(tmp_path)) as alive:
+        (alive / "log").touch()
+        with job_folder(str(tmp_path)) as folder:
+            discard_older(folder)
+        assert alive.exists()
+    left = sorted(path.name for path in (tmp_path / ".launch").iterdir())
+    assert left == sorted(f"{path.name}{end}" for path in (alive, submitted) for end in ("", ".lock"))
+
+
 @pytest.mark.parametrize(
     ("code", "kind", "words"),
     [
@@ -330,6 +382,8 @@ def test_a_job_that_meets_a_full_disk_is_a_message_about_the_disk(tmp_path, monk
 
 def test_a_bad_sweep_leaves_no_folder(grpo):
     message(grpo("mse-eval", "-m", "foo=1,2"))
+    message(grpo("mse-eval", "-m", "model=hf"))
+    message(grpo("mse-eval", "-m", "results_dir=${nothing}"))
     assert list(grpo.folder.iterdir()) == []
 
 
@@ -364,7 +418,7 @@ def test_plot_draws_without_a_display_and_prints_what_it_wrote(grpo):
     assert run.returncode == 0, run.stderr
     assert run.stdout == "results/figures/mse.png\n"
     assert "left out budget: no rows" in run.stderr
-    run = grpo("plot", "mse", "--format", "svg", "--out", "drawn", "--json", **headless)
+    run = grpo("plot", "mse", "mse", "--format", "svg", "--out", "drawn", "--json", **headless)
     assert json.loads(run.stdout) == {"figures": ["drawn/mse.svg"]}
     assert "<svg" in (grpo.folder / "drawn" / "mse.svg").read_text()
     assert "run it first" in message(grpo("plot", "budget", **headless))
@@ -399,6 +453,36 @@ def test_data_errors(grpo):
     assert "did you mean 'seed'" in message(grpo("data", "show", "arithmetic", "sed=1"))
     assert "whole number" in message(grpo("data", "show", "arithmetic", "seed=x"))
     assert "'dev'" in message(grpo("data", "show", "arithmetic", "split=dev"))
+    assert "seed=-1" in message(grpo("data", "show", "arithmetic", "seed=-1"))
+    assert "too large" in message(grpo("data", "show", "arithmetic", "operand_max=99999999999"))
+    assert "KEY=VALUE" in message(grpo("data", "show", "arithmetic", "num_questions={a"))
+    assert "KEY=VALUE" in message(grpo("data", "show", "arithmetic", "="))
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        (b"[" * 100_000, "nested too deeply"),
+        (b'{"id": "1", "completion": "\xff"}', "is not UTF-8"),
+        (b'{"id": "1", "completion": null}', "completion null is no text"),
+        (b'{"id": "1", "completion": NaN}', "completion NaN is no text"),
+        (b'{"id": "1", "completion": true}', "completion true is no text"),
+        (b'{"id": "1", "completion": ["9"]}', "is no text"),
+    ],
+)
+def test_completions_that_cannot_be_scored(tmp_path, monkeypatch, line, words):
+    path = tmp_path / "bad.jsonl"
+    path.write_bytes(line)
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(line)))
+    for name in (str(path), "-"):
+        with pytest.raises(UserError, match=words):
+            list(data_cli._read(name))
+
+
+def test_a_byte_order_mark_is_no_part_of_a_completion(tmp_path):
+    path = tmp_path / "windows.jsonl"
+    path.write_text('{"id": "1", "completion": "2"}', encoding="utf-8-sig")
+    assert list(data_cli._read(str(path))) == [(1, "1", "2")]
 
 
 def test_model_commands(grpo):
@@ -407,6 +491,9 @@ def test_model_commands(grpo):
     assert "known: base, instruct" in message(grpo("model", "build", "nope"))
     assert "instruct with examples" in message(grpo("model", "build", "bundled-icl"))
     assert "not overwritten" in message(grpo("model", "build", "base", "--out", "."))
+    (grpo.folder / "broken").symlink_to("nowhere")
+    assert "not overwritten" in message(grpo("model", "build", "base", "--out", "broken"))
+    assert grpo("model", "build", "base", "--seed", "9" * 20).returncode == 2
 
 
 def test_doctor_reports_every_check(grpo):
@@ -417,4 +504,8 @@ def test_doctor_reports_every_check(grpo):
     for name in ("python", "torch", "transformers", "conf", "results folder", "disk", "matplotlib"):
         assert checks[name]["ok"], checks[name]
     assert {"bundled models", "launchers", "vllm", "hub"} <= set(checks)
-    assert grpo("doctor", "--results", "/proc/results").returncode == 1
+    (grpo.folder / "broken").symlink_to("nowhere")
+    for folder in ("/proc/results", "broken"):
+        assert not doctor._writable(Path(folder) if folder[0] == "/" else grpo.folder / folder).ok
+    assert doctor._disk(grpo.folder / "broken").detail.endswith("GiB free")
+    assert "Loading weights" not in run.stderr
