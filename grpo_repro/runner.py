@@ -29,7 +29,14 @@ from grpo_repro.results import (
 )
 
 SECONDS_BETWEEN_CLOCKS = 30.0
-MEMORY_KEYS = ("group_sizes", "completions_per_prompt", "micro_batch", "max_new_tokens", "gradient_memory_gib")
+MEMORY_KEYS = (
+    "group_sizes",
+    "completions_per_prompt",
+    "replicates",
+    "micro_batch",
+    "max_new_tokens",
+    "gradient_memory_gib",
+)
 """Keys of a cell that its memory grows with."""
 
 

@@ -8,6 +8,18 @@ import sys
 from pathlib import Path
 
 FAKE = Path(__file__).parent
+TRACEBACK = "Traceback (most recent call last)"
+
+
+def message(run):
+    """The one message of a command that refused its arguments."""
+    assert run.returncode == 2, run
+    assert run.stdout == ""
+    assert TRACEBACK not in run.stderr
+    lines = run.stderr.strip().splitlines()
+    assert len(lines) == 1, run.stderr
+    assert lines[0].startswith("error: ")
+    return lines[0]
 
 
 class Command:
