@@ -71,8 +71,7 @@ def launch(experiment: str, overrides: list[str], flags: Flags) -> Outcome | Non
         overrides = [*kept, "dry_run=true"]
     sweep = flags.multirun and not flags.dry_run
     with job_folder(_resolved(results_dir(overrides), experiment) if sweep else None) as folder:
-        where = ["hydra.run.dir", "hydra.sweep.dir"]
-        ours = [f"{key}={_quoted(str(folder))}" for key in where]
+        ours = [f"{key}={_quoted(str(folder))}" for key in ("hydra.run.dir", "hydra.sweep.dir")]
         interrupted = False
         try:
             _hydra(experiment, ["--multirun"] if flags.multirun else [], [*overrides, *ours])
@@ -81,12 +80,10 @@ def launch(experiment: str, overrides: list[str], flags: Flags) -> Outcome | Non
         outcomes = [Outcome(**json.loads(path.read_text())) for path in _outcome_files(folder)]
         joint = merge(outcomes) if outcomes else None
         _tidy(folder, interrupted, joint)
-    if interrupted:
-        if joint is None:
-            raise KeyboardInterrupt
-        joint.status = INTERRUPTED
     if joint is None:
-        raise RunError("no job has left an outcome; the same command resumes")
+        raise KeyboardInterrupt if interrupted else RunError("no job has left an outcome; the same command resumes")
+    if interrupted:
+        joint.status = INTERRUPTED
     return joint
 
 
