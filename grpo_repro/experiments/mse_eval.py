@@ -122,7 +122,9 @@ def estimate(cell: Cell) -> Estimate:
     """
     if cell.config["model"]["kind"] == "tabular":
         count = 0 if cell.config["method"] == "exact" else completions(cell.config)
-        return Estimate(count, count, 1.0 + 2e-6 * count, 200_000_000 + 200 * count)
+        pool, sizes = cell.config.get("completions_per_prompt", 0), cell.config["group_sizes"]
+        at_once = cell.config["task"]["num_questions"] * (max(sizes) if "replicates" in cell.config else pool)
+        return Estimate(count, count, 1.0 + 2e-6 * count, 200_000_000 + 200 * at_once)
     from grpo_repro.experiments import language_mse
 
     return language_mse.estimate(cell)
