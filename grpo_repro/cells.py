@@ -15,7 +15,10 @@ NOT_IDENTITY = frozenset(
 )
 """Keys of a configuration that cannot change the numbers and stay out of the cell's id."""
 
-SEED_DERIVATION = "numpy SeedSequence([seed, int(first 8 bytes of sha256(cell identity)), replicate])"
+SEED_DERIVATION = (
+    "numpy SeedSequence([seed, int(first 8 bytes of sha256(cell id)), replicate or stream]), on language models its "
+    "child i for question i"
+)
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,8 @@ class ModelConfig:
         kind: `causal_lm` (any transformers causal language model) or `tabular` (exact).
         path: Directory, Hugging Face id, or `bundled:base` / `bundled:instruct`.
         revision: Revision of a Hugging Face model.
-        template: The prompt; `{question}` is replaced by the question, demonstrations are part of it.
+        template: The prompt; `{question}` is replaced by the question, demonstrations are part of it. The two
+            characters backslash and n (or t) stand for a newline (or a tab).
         chat: Whether the tokenizer's chat template is put around the prompt.
         dtype: Type of the weights; `auto` is the checkpoint's.
         trust_remote_code: Whether code that comes with the model may run.
@@ -204,6 +205,9 @@ def typed(config: DictConfig) -> Any:
     settings: Any = OmegaConf.to_object(config)
     if settings.model == ModelConfig():
         settings.model = None
+    else:
+        # A shell passes \n as two characters, and a prompt with a literal backslash would be wrong without a sign.
+        settings.model.template = settings.model.template.replace("\\n", "\n").replace("\\t", "\t")
     return settings
 
 

@@ -100,15 +100,15 @@ class _Decoder:
         self.row = self.prompt.clone()  # row of the model's batch each alive completion follows
         self.eos = torch.tensor(policy.eos_ids, device=device)
 
-    def accept(self, log_probs: Tensor, u: Tensor, step: int) -> tuple[Tensor, Tensor]:
-        """Draw a token for every alive completion; returns each survivor's parent row and token."""
+    def accept(self, log_probs: Tensor, u: Tensor, step: int) -> Tensor:
+        """Draw a token for every alive completion; returns the tokens of those that go on."""
         token = _draw(log_probs, self.row, u[self.alive, step])
         self.tokens[self.alive, step] = token
         self.log_probs[self.alive, step] = log_probs[self.row, token]
         self.lengths[self.alive] += 1
         going = ~torch.isin(token, self.eos)
         self.alive, self.prompt, self.row = self.alive[going], self.prompt[going], self.row[going]
-        return self.row, token[going]
+        return token[going]
 
     def branch(self, parents: int, token: Tensor, prompts: int, vocabulary: int) -> tuple[Tensor, Tensor]:
         """Give each distinct continuation a row.
@@ -166,7 +166,7 @@ def sample(
         log_probs = torch.log_softmax(logits.float() / temperature, -1)
         if not torch.isfinite(log_probs.amax()):
             raise UserError("the model's logits are not finite; check its weights and dtype (try float32)")
-        _, token = state.accept(log_probs, u, step)
+        token = state.accept(log_probs, u, step)
         if step + 1 == length or len(state.alive) == 0:
             break
         old = len(log_probs)

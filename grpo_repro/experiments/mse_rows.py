@@ -171,7 +171,9 @@ def summary_tables(rows: pd.DataFrame) -> Any:
 
 def _number(record: pd.Series) -> str:
     half = (record["ci_high"] - record["ci_low"]) / 2
-    if not np.isfinite(half):
+    if np.isnan(half) and np.isnan(record["ci_low"]):
+        return f"{record['value']:.3g} [undefined]"
+    if not np.isfinite(half) or (record["metric"] == "optimal_group_size" and half > 0):  # not symmetric
         low, high = (f"{record[key]:.3g}" for key in ("ci_low", "ci_high"))
         return f"{record['value']:.3g} [{low}, {high}]"
     return f"{record['value']:.4g}" + (f" ± {half:.2g}" if half > 0 else "")
@@ -196,10 +198,12 @@ def _policy_table(rows: pd.DataFrame) -> Any:
     from rich.table import Table
 
     columns = {
-        "value": "accuracy", "score_reward_correlation": "corr(‖W‖², Z | x)", "c1": "c1", "c2": "c2", "c3": "c3",
+        "value": "mean reward", "score_reward_correlation": "corr(‖W‖², Z | x)", "c1": "c1", "c2": "c2", "c3": "c3",
         "optimal_group_size": "G* = 1 + √(c3/c1)",
     }  # fmt: skip
-    table = Table(title="Policies: accuracy, Assumption 2 (0 where it holds) and the components behind the error")
+    table = Table(
+        title="Policies: mean reward (accuracy), Assumption 2 (0 where it holds) and the components behind the error"
+    )
     for column in ("policy", "method", *columns.values()):
         table.add_column(column)
     overall = rows[rows["prompt_id"].isna() & rows["metric"].isin(columns) & (rows["method"] != "monte_carlo")]

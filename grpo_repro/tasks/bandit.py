@@ -49,7 +49,10 @@ def load(task_config: TaskConfig, model_config: ModelConfig | None = None) -> Ba
         UserError: No tabular model, a task key that the bandit lacks, or family arguments that do not fit.
     """
     if model_config is None or model_config.kind != "tabular":
-        raise UserError("task=bandit has no questions of its own, only a tabular model's contexts; use model=tabular")
+        raise UserError(
+            "task=bandit has no questions of its own, only a tabular model's contexts; use `grpo mse-eval "
+            "model=tabular`, or another task"
+        )
     for item in fields(TaskConfig):
         value = getattr(task_config, item.name)
         if item.name not in ("name", "num_questions", "seed") and value != item.default:
