@@ -65,11 +65,15 @@ Progress = Callable[[int, int, str], None]
 def canonical_json(config: dict[str, Any]) -> str:
     """Return the identity of a configuration as text: sorted keys, no spaces, without `NOT_IDENTITY`.
 
+    A local model whose files are identified by `weights` is the same wherever it lies: its path stays out.
+
     Raises:
         ValueError: If a value is NaN or infinite.
         TypeError: If a value is not plain data.
     """
     kept = {key: value for key, value in config.items() if key not in NOT_IDENTITY}
+    if kept.get("weights") and not kept["model"]["path"].startswith("bundled:"):
+        kept["model"] = {key: value for key, value in kept["model"].items() if key != "path"}
     return json.dumps(kept, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import shutil
 from dataclasses import fields, replace
 from functools import lru_cache
 from pathlib import Path
@@ -12,6 +13,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from small_models import completions as every_completion
 from small_models import padded
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
@@ -450,3 +452,13 @@ def test_components_against_monte_carlo_on_a_bundled_policy(tmp_path):
         scores[key] = (other[0] - added[0] - found[0]) / joint
     assert len(scores) == 8
     assert max(map(abs, scores.values())) < 4, scores
+
+
+def test_a_language_model_is_the_same_cell_wherever_it_lies_and_another_with_other_weights(model_dir, tmp_path):
+    moved = tmp_path / "elsewhere"
+    shutil.copytree(model_dir, moved)
+    here, there = (language_config(folder) for folder in (model_dir, moved))
+    assert cell_of(here, "components").id == cell_of(there, "components").id
+    weights = load_file(moved / "model.safetensors")
+    save_file({key: value + 1e-3 for key, value in weights.items()}, moved / "model.safetensors", {"format": "pt"})
+    assert cell_of(here, "components").id != cell_of(language_config(moved), "components").id
