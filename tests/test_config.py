@@ -146,10 +146,12 @@ def test_bad_values_are_refused_with_fact_value_and_remedy(changes, words):
 
 
 def test_good_values_pass():
-    validate(GOOD)
-    validate(replace(GOOD, group_sizes=[1, 2], estimators=["vanilla", "oracle", "optimal"]))
-    validate(replace(GOOD, model=TABULAR, task=TaskConfig(name="bandit"), methods=["exact"]))
-    validate(replace(GOOD, device="cuda:3", threads=2, seeds=[0, 7]))
+    tabular = replace(GOOD, model=TABULAR, task=TaskConfig(name="bandit"), methods=["exact"])
+    single = replace(GOOD, group_sizes=[1, 2], estimators=["vanilla", "oracle", "optimal"])
+    for good in (GOOD, single, tabular, replace(GOOD, device="cuda:3", threads=2, seeds=[0, 7])):
+        before = replace(good)
+        validate(good)
+        assert good == before  # accepted, and left as it was
 
 
 @pytest.mark.parametrize(

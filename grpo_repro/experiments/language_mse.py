@@ -175,7 +175,7 @@ def _pools(job: _Job, groups: np.ndarray | None) -> tuple[ustat.Pool, Tensor, np
             for place, i in enumerate(part):
                 z = rewards[place]
                 tokens, mask, index = unique_completions(rollout.tokens[place], rollout.mask[place])
-                columns[:3, i] = torch.from_numpy(np.stack([z, rollout.lengths[place].cpu().numpy(), z * 0]))
+                columns[:2, i] = torch.from_numpy(np.stack([z, rollout.lengths[place].cpu().numpy()]))
                 job.progress(i + 1, count, "questions" if groups is not None else "questions, baselines")
                 if groups is None:
                     columns[2, i] = torch.from_numpy(scorer.products(job.prompts[i], tokens, mask).sq_norms[index])
