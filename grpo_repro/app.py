@@ -32,6 +32,26 @@ def mse_eval(config: DictConfig) -> None:
     run_task("mse-eval", config)
 
 
+def train(config: DictConfig) -> None:
+    """Run one training run."""
+    run_task("train", config)
+
+
+def group_size(config: DictConfig) -> None:
+    """Run the cells of Figure 5."""
+    run_task("group-size", config)
+
+
+def budget(config: DictConfig) -> None:
+    """Run the cells of Table 2."""
+    run_task("budget", config)
+
+
+def iterations(config: DictConfig) -> None:
+    """Run the cells behind the best G against n."""
+    run_task("iterations", config)
+
+
 def run_task(experiment: str, config: DictConfig) -> None:
     """Run one job and leave its outcome in its output folder, where the command line collects it.
 

@@ -11,13 +11,14 @@ from typing import Any
 import numpy as np
 
 NOT_IDENTITY = frozenset(
-    {"results_dir", "threads", "device", "device_count", "launcher", "logging", "hydra", "dry_run"}
+    {"results_dir", "threads", "device", "device_count", "launcher", "logging", "hydra", "dry_run", "save_seconds"}
 )
 """Keys of a configuration that cannot change the numbers and stay out of the cell's id."""
 
 SEED_DERIVATION = (
-    "numpy SeedSequence([seed, int(first 8 bytes of sha256(cell id)), replicate or stream]), on language models its "
-    "child i for question i"
+    "numpy SeedSequence([seed, int(first 8 bytes of sha256(cell id)), replicate, stream or iteration]), on language "
+    "models its child i for question i; in training, questions and evaluations take a word of their own instead of the "
+    "cell id, so that runs of one seed share them over group sizes"
 )
 
 

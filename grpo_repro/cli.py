@@ -16,6 +16,9 @@ from grpo_repro.data_cli import data_app
 from grpo_repro.errors import RunError, UserError
 from grpo_repro.model_cli import model_app
 from grpo_repro.outcome import INTERRUPTED
+from grpo_repro.results_cli import results_app
+
+HELP = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 
 app = typer.Typer(
     name="grpo",
@@ -23,12 +26,21 @@ app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+    context_settings=HELP,
     epilog="An argument with = is an override (model=bundled-base), one without is a name. "
     "Exit codes: 0 done, 1 a run or check failed, 2 bad usage or configuration, 130 interrupted (SIGINT or SIGTERM).",
 )
+sweep_app = typer.Typer(
+    name="sweep",
+    help="Training runs over group sizes, budgets and iterations.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    context_settings=HELP,
+)
+app.add_typer(sweep_app)
 app.add_typer(model_app)
 app.add_typer(data_app)
+app.add_typer(results_app)
 
 Overrides = Annotated[
     Optional[list[str]],  # noqa: UP045 - older releases of typer read no other form
@@ -37,35 +49,71 @@ Overrides = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout, all else on stderr.")]
 
 
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="Show cells, completions, tokens, time and memory; run nothing.")
+]
+Multirun = Annotated[bool, typer.Option("-m", "--multirun", help="Run a job for each combination of KEY=A,B.")]
+Cfg = Annotated[
+    Optional[str],  # noqa: UP045
+    typer.Option("--cfg", metavar="job|hydra|all", help="Print the resolved configuration only."),
+]
+
+
 @app.command("mse-eval", cls=ExperimentCommand)
 def mse_eval(
-    overrides: Overrides = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Show cells, completions, tokens, time and memory; run nothing.")
-    ] = False,
-    as_json: Json = False,
-    multirun: Annotated[
-        bool, typer.Option("-m", "--multirun", help="Run a job for each combination of KEY=A,B.")
-    ] = False,
-    cfg: Annotated[
-        Optional[str],  # noqa: UP045
-        typer.Option("--cfg", metavar="job|hydra|all", help="Print the resolved configuration only."),
-    ] = None,
-) -> None:
+    overrides: Overrides = None, dry_run: DryRun = False, as_json: Json = False, multirun: Multirun = False,
+    cfg: Cfg = None,
+) -> None:  # fmt: skip
     """Figure 4: the error of each gradient estimator against the group size."""
-    from grpo_repro.launch import Flags
+    _experiment("mse-eval", overrides, dry_run, as_json, multirun, cfg)
+
+
+@app.command("train", cls=ExperimentCommand)
+def train(
+    overrides: Overrides = None, dry_run: DryRun = False, as_json: Json = False, multirun: Multirun = False,
+    cfg: Cfg = None,
+) -> None:  # fmt: skip
+    """One run of GRPO: B prompts, G completions each, one update an iteration."""
+    _experiment("train", overrides, dry_run, as_json, multirun, cfg)
+
+
+@sweep_app.command("group-size", cls=ExperimentCommand)
+def group_size(
+    overrides: Overrides = None, dry_run: DryRun = False, as_json: Json = False, multirun: Multirun = False,
+    cfg: Cfg = None,
+) -> None:  # fmt: skip
+    """Figure 5: which G learns best at a fixed budget N = B G, at every checkpoint n."""
+    _experiment("group-size", overrides, dry_run, as_json, multirun, cfg)
+
+
+@sweep_app.command("budget", cls=ExperimentCommand)
+def budget(
+    overrides: Overrides = None, dry_run: DryRun = False, as_json: Json = False, multirun: Multirun = False,
+    cfg: Cfg = None,
+) -> None:  # fmt: skip
+    """Table 2: which G learns best at each budget N."""
+    _experiment("budget", overrides, dry_run, as_json, multirun, cfg)
+
+
+@sweep_app.command("iterations", cls=ExperimentCommand)
+def iterations(
+    overrides: Overrides = None, dry_run: DryRun = False, as_json: Json = False, multirun: Multirun = False,
+    cfg: Cfg = None,
+) -> None:  # fmt: skip
+    """The best G against the number n of iterations."""
+    _experiment("iterations", overrides, dry_run, as_json, multirun, cfg)
+
+
+def _experiment(
+    name: str, overrides: list[str] | None, dry_run: bool, as_json: bool, multirun: bool, cfg: str | None
+) -> None:
+    from grpo_repro.launch import Flags, launch
+    from grpo_repro.report import print_outcome
 
     if cfg not in (None, "job", "hydra", "all"):
         raise UserError(f"--cfg {cfg} is unknown; use job, hydra or all")
-    _experiment("mse-eval", overrides or [], Flags(multirun, dry_run, cfg), as_json)
-
-
-def _experiment(name: str, overrides: list[str], flags: Any, as_json: bool) -> None:
-    from grpo_repro.launch import launch
-    from grpo_repro.report import print_outcome
-
     try:
-        outcome = launch(name, overrides, flags)
+        outcome = launch(name, overrides or [], Flags(multirun, dry_run, cfg))
     except KeyboardInterrupt:
         message = "interrupted; the same command resumes"
         print(message, file=sys.stderr)
@@ -73,7 +121,7 @@ def _experiment(name: str, overrides: list[str], flags: Any, as_json: bool) -> N
             print(json.dumps({"experiment": name, "error": message}))
         raise typer.Exit(INTERRUPTED) from None
     if outcome is not None:
-        print_outcome(outcome, as_json, flags.multirun)
+        print_outcome(outcome, as_json, multirun)
         raise typer.Exit(outcome.status)
 
 
@@ -146,7 +194,8 @@ def _failed(error: Exception, status: int) -> int:
     """Print an error, with --json on stdout too; return the exit code."""
     print(f"error: {error}", file=sys.stderr)
     if "--json" in sys.argv:
-        experiment = {"experiment": sys.argv[1]} if sys.argv[1] in EXPERIMENTS else {}
+        named = [word for word in sys.argv[1:3] if word in EXPERIMENTS]
+        experiment = {"experiment": named[0]} if named else {}
         print(json.dumps(experiment | {"error": str(error)}))
     return status
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from typer.core import TyperCommand
 
-from grpo_repro.config import MseEvalConfig, choices
+from grpo_repro.config import SCHEMAS, choices
 
 GROUPS = ("model", "task")
 EXAMPLES: dict[str, tuple[str, ...]] = {
@@ -17,7 +17,25 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "grpo mse-eval model=bundled-base 'group_sizes=[4,8,16]' replicates=50",
         "grpo mse-eval model=hf model.path=DIR device=cuda",
         "grpo mse-eval -m model=bundled-base,bundled-icl hydra/launcher=joblib",
-    )
+    ),
+    "train": (
+        "grpo train 'group_sizes=[16]' budget=256 iterations=200",
+        "grpo train model=hf model.path=DIR learning_rate=1e-5 schedule=cosine warmup=10 device=cuda",
+    ),
+    "group-size": (
+        "grpo sweep group-size --dry-run",
+        "grpo sweep group-size 'group_sizes=[4,8,16]' budget=1024 'seeds=[0,1,2,3,4]'",
+        "grpo sweep group-size model=tabular 'group_sizes=[2,4,8,16]' schedule=inverse learning_rate=4",
+        "grpo sweep group-size -m 'seeds=[0],[1],[2],[3]' hydra/launcher=joblib",
+    ),
+    "budget": (
+        "grpo sweep budget 'budgets=[256,1024]' 'group_sizes=[4,8,16]'",
+        "grpo sweep budget model=tabular 'budgets=[64,256,1024]' replicates=2000",
+    ),
+    "iterations": (
+        "grpo sweep iterations iterations=400 'checkpoints=[0,25,50,100,200,400]'",
+        "grpo sweep iterations -m schedule=constant,cosine",
+    ),
 }
 
 
@@ -29,7 +47,7 @@ class ExperimentCommand(TyperCommand):
         with formatter.section("Config groups"):
             formatter.write_dl([(group, ", ".join(choices(group))) for group in GROUPS])
         with formatter.section("Keys and defaults"):
-            formatter.write_dl(_defaults(MseEvalConfig))
+            formatter.write_dl(_defaults(SCHEMAS[self.name or ""]))
         with formatter.section("Examples"):
             for example in EXAMPLES[self.name or ""]:
                 formatter.write(f"  {example}\n")

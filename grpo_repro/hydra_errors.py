@@ -5,9 +5,8 @@ from __future__ import annotations
 import difflib
 import re
 
-from grpo_repro.config import NESTED, MseEvalConfig, keys
+from grpo_repro.config import NESTED, SCHEMAS, keys
 
-SCHEMAS: dict[str, type] = {"mse-eval": MseEvalConfig}
 _EXTRAS = {"ray": "ray", "submitit_local": "slurm", "submitit_slurm": "slurm", "joblib": "dev"}
 
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from grpo_repro.config import NESTED, MseEvalConfig, choices, conf_dir, register
+from grpo_repro.config import COMMANDS, NESTED, MseEvalConfig, choices, conf_dir, register
 from grpo_repro.errors import FULL_DISK, RunError, UserError, cannot_write
 from grpo_repro.hydra_errors import explain
 from grpo_repro.job_folder import discard, discard_older, job_folder, keep_logs
@@ -175,7 +175,7 @@ def _hydra(experiment: str, flags: list[str], overrides: list[str]) -> None:
     register()
     task = getattr(app, experiment.replace("-", "_"))
     entry = hydra.main(config_path=str(conf_dir()), config_name=f"experiment/{experiment}", version_base="1.3")
-    with _arguments([f"grpo {experiment}", *flags, *overrides]):
+    with _arguments([f"grpo {COMMANDS.get(experiment, experiment)}", *flags, *overrides]):
         try:
             entry(task)()
         except (HydraException, OmegaConfBaseException, ValueError) as error:

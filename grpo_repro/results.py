@@ -38,6 +38,7 @@ __all__ = [
     "canonical_json",
     "cell_path",
     "cell_rng",
+    "finished_cells",
     "is_finished",
     "make_work_folder",
     "prepare",
@@ -45,6 +46,7 @@ __all__ = [
     "to_table",
     "work_path",
     "write_cell",
+    "write_table",
 ]
 
 SCHEMA = pa.schema(
@@ -70,9 +72,11 @@ METRICS: dict[str, str] = {
     "optimal_group_size": "G* = 1 + sqrt(c3 / c1)",
     "value": "V = E[Z]",
     "suboptimality_gap": "Delta = max J - J",
-    "accuracy": "fraction of right answers",
-    "reward_mean": "mean reward",
+    "accuracy": "fraction of right answers to the test questions, sampled",
+    "greedy_accuracy": "fraction of right answers to the test questions, the likeliest token at every step",
+    "reward_mean": "mean reward of the completions of training iterations",
     "zero_variance_fraction": "fraction of groups whose rewards are all equal",
+    "gradient_norm": "||g_hat|| before clipping, averaged over iterations",
     "score_reward_correlation": "correlation of ||W||^2 with Z given the prompt (Assumption 2 says 0)",
     "completion_length": "mean number of tokens of a completion, its EOS token included",
 }
@@ -80,7 +84,10 @@ METRICS: dict[str, str] = {
 
 CELL_ID = re.compile(r"[0-9a-f]{12}")
 _FILES = ("config.yaml", "manifest.json", "metrics.parquet")
-_APART = {"reference", "figures"}
+PACKED = "cells.parquet"
+"""All cells of an experiment in one table, see `reuse.pack`."""
+
+_APART = {"reference", "packed", "figures"}
 
 
 class ResultsWarning(UserWarning):
@@ -194,6 +201,20 @@ def write_cell(results_dir: str | Path, cell: Cell, rows: pd.DataFrame, manifest
     return final
 
 
+def write_table(table: pa.Table, path: Path) -> None:
+    """Write rows in one rename, so that a reader sees the old file or the new one.
+
+    Raises:
+        ResultsError: If they cannot be written.
+    """
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        pq.write_table(table, temporary)
+        os.replace(temporary, path)
+    except OSError as error:
+        raise cannot_write(path.parent, error) from error
+
+
 def _write(path: Path, data: bytes) -> None:
     with path.open("xb") as file:
         file.write(data)
@@ -243,7 +264,7 @@ def read_results(results_dir: str | Path, experiment: str | None = None) -> pd.D
     tables, problems = [], []
     for path, problem in _entries(Path(results_dir), experiment):
         if problem is None:
-            tables.append(pq.read_table(path / "metrics.parquet", schema=SCHEMA))
+            tables.append(pq.read_table(path if path.is_file() else path / "metrics.parquet", schema=SCHEMA))
         else:
             problems.append(f"{path} ({problem})")
     if problems:
@@ -268,7 +289,15 @@ def _entries(results_dir: Path, experiment: str | None) -> Iterable[tuple[Path, 
             folders.append(path)
     for folder in folders:
         for path in _listed(folder):
-            yield path, _cell_problem(path)
+            if path.name == PACKED:
+                yield path, _table_problem(path)
+            elif not (path.name == "manifests.jsonl" and (folder / PACKED).is_file()):
+                yield path, _cell_problem(path)
+
+
+def finished_cells(results_dir: Path, experiment: str) -> list[Path]:
+    """Return the folders of an experiment's finished cells, in the order of their ids."""
+    return [path for path, problem in _entries(results_dir, experiment) if problem is None and path.is_dir()]
 
 
 def _listed(folder: Path) -> list[Path]:

@@ -27,6 +27,7 @@ from grpo_repro.results import (
     prepare,
     write_cell,
 )
+from grpo_repro.reuse import adopt
 
 SECONDS_BETWEEN_CLOCKS = 30.0
 MEMORY_KEYS = (
@@ -36,6 +37,8 @@ MEMORY_KEYS = (
     "micro_batch",
     "max_new_tokens",
     "gradient_memory_gib",
+    "budget",
+    "prompt_pool",
 )
 """Keys of a cell that its memory grows with."""
 
@@ -170,6 +173,11 @@ def _run_cell(module: Experiment, cell: Cell, outcome: Outcome, reporter: Report
             return True
         workdir = make_work_folder(outcome.results_dir, cell)
         try:
+            copied = adopt(outcome.results_dir, cell, getattr(module, "SHARE_CELLS", ()))
+            if copied is not None:
+                reporter.say(f"{cell.label}: taken from an experiment that has run it, {copied} rows")
+                shutil.rmtree(workdir, ignore_errors=True)
+                return True
             _measure(module, cell, outcome.results_dir, workdir, reporter)
         except ResultsError:
             raise

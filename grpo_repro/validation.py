@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import MISSING, fields
 from typing import Any
 
-from grpo_repro.config import (
+from grpo_repro.errors import UserError
+from grpo_repro.schema import (
     DTYPES,
     ESTIMATORS,
     LARGEST,
@@ -20,8 +21,8 @@ from grpo_repro.config import (
     ModelConfig,
     MseEvalConfig,
     TaskConfig,
+    TrainingConfig,
 )
-from grpo_repro.errors import UserError
 
 _TABULAR = ("family", "family_args")
 MODEL_KEYS = {
@@ -39,7 +40,7 @@ MOST_THREADS = max(256, 4 * (os.cpu_count() or 1))
 """More than any machine gains from; torch crashes at some thousands."""
 
 
-def validate(config: MseEvalConfig) -> None:
+def validate(config: MseEvalConfig | TrainingConfig) -> None:
     """Check every value of a configuration; nothing is read, written or imported.
 
     Args:
@@ -49,25 +50,24 @@ def validate(config: MseEvalConfig) -> None:
         UserError: At the first value that cannot be run, with the remedy.
     """
     _finite(config)
-    _names("estimators", config.estimators, ESTIMATORS)
-    _names("methods", config.methods, METHODS)
-    _name("sampler", config.sampler, SAMPLERS)
+    check_names("estimators", config.estimators, ESTIMATORS)
+    check_name("sampler", config.sampler, SAMPLERS)
     _group_sizes(config)
-    _seeds(config.seeds)
-    _between("completions_per_prompt", config.completions_per_prompt, 4, "its variances need four")
-    _between("replicates", config.replicates, 3, "an interval needs three")
-    _between("max_new_tokens", config.max_new_tokens, 1)
-    _between("micro_batch", config.micro_batch, 1)
+    check_seeds("seeds", config.seeds)
+    between("completions_per_prompt", config.completions_per_prompt, 4, "its variances need four")
+    between("replicates", config.replicates, 3, "an interval needs three")
+    between("max_new_tokens", config.max_new_tokens, 1)
+    between("micro_batch", config.micro_batch, 1)
     if config.threads is not None:
-        _at_least("threads", config.threads, 1, "null leaves torch's default")
-        _at_most("threads", config.threads, MOST_THREADS)
+        at_least("threads", config.threads, 1, "null leaves torch's default")
+        at_most("threads", config.threads, MOST_THREADS)
     if not 0 < config.confidence < 1:
         raise UserError(f"confidence={config.confidence} is not between 0 and 1; use for example 0.95")
     if config.temperature <= 0:
         raise UserError(f"temperature={config.temperature} is not positive; 1.0 is the policy itself")
     if config.gradient_memory_gib <= 0:
         raise UserError(f"gradient_memory_gib={config.gradient_memory_gib} is not positive; use 2.0")
-    _at_most("gradient_memory_gib", config.gradient_memory_gib)
+    at_most("gradient_memory_gib", config.gradient_memory_gib)
     if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", config.device):
         raise UserError(f"unknown device {config.device!r}; use auto, cpu, cuda or cuda:N")
     if not config.results_dir.strip():
@@ -77,10 +77,25 @@ def validate(config: MseEvalConfig) -> None:
     validate_task(config.task)
     if config.model is not None:
         _model(config.model)
-        _fit(config.model, config)
-    elif config.task.name == "bandit" or "exact" in config.methods:
+        _fit(config.model, config.task)
+    if isinstance(config, MseEvalConfig):
+        _mse_eval(config)
+    else:
+        from grpo_repro.training_validation import validate_training
+
+        validate_training(config)
+
+
+def _mse_eval(config: MseEvalConfig) -> None:
+    check_names("methods", config.methods, METHODS)
+    if config.model is None and (config.task.name == "bandit" or "exact" in config.methods):
         what = "task=bandit" if config.task.name == "bandit" else "methods=[exact]"
         raise UserError(f"{what} needs a tabular policy, and no model is named; add model=tabular")
+    if config.model is not None and config.model.kind == "causal_lm" and "exact" in config.methods:
+        raise UserError(
+            f"methods={show(config.methods)}: 'exact' needs a tabular policy and {config.model.name!r} is a "
+            "language model; use components or monte_carlo, or model=tabular"
+        )
 
 
 def _finite(config: Any, prefix: str = "") -> None:
@@ -92,56 +107,63 @@ def _finite(config: Any, prefix: str = "") -> None:
             raise UserError(f"{prefix}{item.name}={value} is not a finite number; give one")
 
 
-def _at_least(key: str, value: int, least: int, why: str = "") -> None:
+def at_least(key: str, value: int, least: int, why: str = "") -> None:
+    """Refuse a value below the least."""
     if value < least:
         raise UserError(f"{key}={value} is too small; use {least} or more{f' ({why})' if why else ''}")
 
 
-def _at_most(key: str, value: int | float, most: int | None = None) -> None:
+def at_most(key: str, value: int | float, most: int | None = None) -> None:
+    """Refuse a value above the largest, that of `LARGEST` unless another is given."""
     most = LARGEST[key] if most is None else most
     if value > most:
         raise UserError(f"{key}={value} is too large; use {most} or less")
 
 
-def _between(key: str, value: int, least: int, why: str = "") -> None:
-    _at_least(key, value, least, why)
-    _at_most(key, value)
+def between(key: str, value: int, least: int, why: str = "") -> None:
+    """Refuse a value below the least or above that of `LARGEST`."""
+    at_least(key, value, least, why)
+    at_most(key, value)
 
 
-def _name(key: str, value: str, known: Sequence[str]) -> None:
+def check_name(key: str, value: str, known: Sequence[str]) -> None:
+    """Refuse an unknown name, with the closest known one."""
     if value not in known:
         close = difflib.get_close_matches(value, known, n=1)
         hint = f"did you mean {close[0]!r}? " if close else ""
         raise UserError(f"unknown {key} {value!r}; {hint}known: {', '.join(known)}")
 
 
-def _names(key: str, values: Sequence[str], known: Sequence[str]) -> None:
+def check_names(key: str, values: Sequence[str], known: Sequence[str]) -> None:
+    """Refuse an empty list, unknown and repeated names."""
     if not values:
         raise UserError(f"{key} is empty; name one or more of {', '.join(known)}")
     for value in values:
-        _name(key.removesuffix("s"), value, known)
-    _distinct(key, values)
+        check_name(key.removesuffix("s"), value, known)
+    distinct(key, values)
 
 
-def _distinct(key: str, values: Sequence[Any]) -> None:
+def distinct(key: str, values: Sequence[Any]) -> None:
+    """Refuse a value that is named twice."""
     twice = sorted({value for value in values if list(values).count(value) > 1})
     if twice:
-        raise UserError(f"{key}={_show(values)} names {_show(twice)} more than once; keep one of each")
+        raise UserError(f"{key}={show(values)} names {show(twice)} more than once; keep one of each")
 
 
-def _show(values: Sequence[Any]) -> str:
+def show(values: Sequence[Any]) -> str:
+    """Return a list as it is typed."""
     return "[" + ",".join(str(value) for value in values) + "]"
 
 
-def _group_sizes(config: MseEvalConfig) -> None:
+def _group_sizes(config: MseEvalConfig | TrainingConfig) -> None:
     sizes = config.group_sizes
     if not sizes:
         raise UserError("group_sizes is empty; use for example group_sizes=[4,8,16,32,64]")
     for size in sizes:
-        _at_least("group_sizes: G", size, 1)
+        at_least("group_sizes: G", size, 1)
         if size > LARGEST["group_sizes"]:
             raise UserError(f"group_sizes: G={size} is too large; use {LARGEST['group_sizes']} or less")
-    _distinct("group_sizes", sizes)
+    distinct("group_sizes", sizes)
     if 1 in sizes and "grpo" in config.estimators:
         raise UserError(
             "group size G=1 is not defined for the estimator 'grpo' (its baseline is the mean of the other "
@@ -149,15 +171,16 @@ def _group_sizes(config: MseEvalConfig) -> None:
         )
 
 
-def _seeds(seeds: Sequence[int]) -> None:
+def check_seeds(key: str, seeds: Sequence[int]) -> None:
+    """Refuse an empty list, negative seeds and repeated ones."""
     if not seeds:
-        raise UserError("seeds is empty; use for example seeds=[0]")
+        raise UserError(f"{key} is empty; use for example {key}=[0]")
     negative = [seed for seed in seeds if seed < 0]
     if negative:
-        raise UserError(f"seeds={_show(seeds)} has the negative {negative[0]}; seeds are 0 or more")
+        raise UserError(f"{key}={show(seeds)} has the negative {negative[0]}; seeds are 0 or more")
     for seed in seeds:
-        _at_most("seeds", seed)
-    _distinct("seeds", seeds)
+        at_most(key, seed, LARGEST["seeds"])
+    distinct(key, seeds)
 
 
 def validate_task(task: TaskConfig, least: int = 3) -> None:
@@ -171,13 +194,13 @@ def validate_task(task: TaskConfig, least: int = 3) -> None:
         UserError: At the first value that cannot be used, with the remedy.
     """
     why = "intervals over questions need three" if least == 3 else ""
-    _between("task.num_questions", task.num_questions, least, why)
-    _name("task.split", task.split, ("train", "test"))
-    _between("task.seed", task.seed, 0)
+    between("task.num_questions", task.num_questions, least, why)
+    check_name("task.split", task.split, ("train", "test"))
+    between("task.seed", task.seed, 0)
     _unused(task, "task", TASK_KEYS.get(task.name), f"task={task.name}")
     if task.name == "arithmetic":
-        _between("task.operand_max", task.operand_max, task.operand_min, "task.operand_min is that")
-        _between("task.factor_max", task.factor_max, task.factor_min, "task.factor_min is that")
+        between("task.operand_max", task.operand_max, task.operand_min, "task.operand_min is that")
+        between("task.factor_max", task.factor_max, task.factor_min, "task.factor_min is that")
 
 
 def _unused(config: Any, group: str, used: Sequence[str] | None, owner: str) -> None:
@@ -191,8 +214,8 @@ def _unused(config: Any, group: str, used: Sequence[str] | None, owner: str) -> 
 
 
 def _model(model: ModelConfig) -> None:
-    _name("model.kind", model.kind, MODEL_KINDS)
-    _name("model.dtype", model.dtype, DTYPES)
+    check_name("model.kind", model.kind, MODEL_KINDS)
+    check_name("model.dtype", model.dtype, DTYPES)
     if not model.name:
         raise UserError("keys of model are set but no model is named; name one, for example model=hf model.path=DIR")
     _unused(model, "model", MODEL_KEYS[model.kind], f"the {model.kind} model {model.name!r}")
@@ -214,14 +237,9 @@ def _model(model: ModelConfig) -> None:
         )
 
 
-def _fit(model: ModelConfig, config: MseEvalConfig) -> None:
-    """Refuse a model, a task and methods that do not go together."""
-    if model.kind == "tabular" and config.task.name != "bandit":
-        raise UserError(f"model {model.name!r} is tabular, task={config.task.name} is not; use task=bandit")
-    if model.kind == "causal_lm" and config.task.name == "bandit":
+def _fit(model: ModelConfig, task: TaskConfig) -> None:
+    """Refuse a model and a task that do not go together."""
+    if model.kind == "tabular" and task.name != "bandit":
+        raise UserError(f"model {model.name!r} is tabular, task={task.name} is not; use task=bandit")
+    if model.kind == "causal_lm" and task.name == "bandit":
         raise UserError(f"task=bandit has no text for model {model.name!r}; use model=tabular")
-    if model.kind == "causal_lm" and "exact" in config.methods:
-        raise UserError(
-            f"methods={_show(config.methods)}: 'exact' needs a tabular policy and {model.name!r} is a "
-            "language model; use components or monte_carlo, or model=tabular"
-        )

@@ -100,9 +100,9 @@ class _Decoder:
         self.row = self.prompt.clone()  # row of the model's batch each alive completion follows
         self.eos = torch.tensor(policy.eos_ids, device=device)
 
-    def accept(self, log_probs: Tensor, u: Tensor, step: int) -> Tensor:
-        """Draw a token for every alive completion; returns the tokens of those that go on."""
-        token = _draw(log_probs, self.row, u[self.alive, step])
+    def accept(self, log_probs: Tensor, u: Tensor | None, step: int) -> Tensor:
+        """Draw a token for every alive completion (the likeliest without u); returns the tokens of those that go on."""
+        token = log_probs.argmax(-1)[self.row] if u is None else _draw(log_probs, self.row, u[self.alive, step])
         self.tokens[self.alive, step] = token
         self.log_probs[self.alive, step] = log_probs[self.row, token]
         self.lengths[self.alive] += 1
@@ -132,7 +132,6 @@ class _Decoder:
         return from_row, tokens
 
 
-@torch.no_grad()
 def sample(
     policy: CausalLM,
     prompts: Sequence[Sequence[int]],
@@ -154,11 +153,30 @@ def sample(
     Raises:
         UserError: For an empty prompt or logits that are not finite.
     """
+    count, group, length = uniform.shape
+    u = torch.from_numpy(uniform.reshape(count * group, length)).to(policy.device)
+    return _decode(policy, prompts, (count, group, length), u, temperature)
+
+
+def greedy(policy: CausalLM, prompts: Sequence[Sequence[int]], length: int) -> Rollout:
+    """Decode the likeliest token at every step; one completion of at most `length` tokens for each prompt.
+
+    Raises:
+        UserError: For an empty prompt or logits that are not finite.
+    """
+    return _decode(policy, prompts, (len(prompts), 1, length), None, 1.0)
+
+
+@torch.no_grad()
+def _decode(
+    policy: CausalLM, prompts: Sequence[Sequence[int]], shape: tuple[int, int, int], u: Tensor | None,
+    temperature: float,
+) -> Rollout:  # fmt: skip
     if any(len(p) == 0 for p in prompts):
         raise UserError("a prompt has no tokens; give it a template that adds some")
-    count, group, length = uniform.shape
+    count, group, length = shape
     state = _Decoder(count, group, length, policy)
-    u = torch.from_numpy(uniform.reshape(count * group, length)).to(policy.device)
+    device = policy.device
     tokens, mask = pad_left(prompts, policy.pad_id, policy.device)
     cache = GroupedCache(mask, append=True)
     logits = prefill(policy.model, tokens, cache)
@@ -171,11 +189,10 @@ def sample(
             break
         old = len(log_probs)
         from_row, new_tokens = state.branch(old, token, count, log_probs.shape[-1])
-        if step and (len(from_row) != old or not torch.equal(from_row, torch.arange(old, device=u.device))):
+        if step and (len(from_row) != old or not torch.equal(from_row, torch.arange(old, device=device))):
             cache.select(from_row)
         logits = extend(policy.model, new_tokens[:, None], cache, past=step)[:, -1]
-    shape = (count, group, length)
-    inside = torch.arange(length, device=u.device) < state.lengths[:, None]
+    inside = torch.arange(length, device=device) < state.lengths[:, None]
     last = state.tokens.gather(1, (state.lengths - 1)[:, None])[:, 0]
     finished = torch.isin(last, state.eos)
     return Rollout(

@@ -47,7 +47,7 @@ the bundled job ten times slower; cells in parallel (a Hydra launcher) use sever
 
 
 @dataclass
-class _Job:
+class PoolJob:
     """A cell with its policy, its questions and its place in the work."""
 
     cell: Cell
@@ -103,8 +103,8 @@ def run(cell: Cell, workdir: Path, progress: Progress) -> tuple[pd.DataFrame, di
         torch.set_num_threads(1)
     prompts = [policy.encode(question.text) for question in task.questions]
     self_check(policy, prompts[0])
-    job = _Job(cell, policy, task.questions, prompts, task.reward, Checkpoint(workdir), progress)
-    rows = _components(job) if cell.config["method"] == "components" else _monte_carlo(job)
+    job = PoolJob(cell, policy, task.questions, prompts, task.reward, Checkpoint(workdir), progress)
+    rows = measure_components(job) if cell.config["method"] == "components" else _monte_carlo(job)
     extras = {
         "completions": completions(cell.config),
         "tokens": job.tokens,
@@ -152,7 +152,7 @@ def estimate(cell: Cell) -> Estimate:
     return Estimate(count, count * length, seconds, int(memory))
 
 
-def _pools(job: _Job, groups: np.ndarray | None) -> tuple[ustat.Pool, Tensor, np.ndarray]:
+def _pools(job: PoolJob, groups: np.ndarray | None) -> tuple[ustat.Pool, Tensor, np.ndarray]:
     """K completions of every question: their pool, the groups' summed gradient estimates and the lengths.
 
     Args:
@@ -195,7 +195,8 @@ def _pools(job: _Job, groups: np.ndarray | None) -> tuple[ustat.Pool, Tensor, np
     return ustat.Pool(z, *rest), sums, lengths
 
 
-def _components(job: _Job) -> list[Row]:
+def measure_components(job: PoolJob) -> list[Row]:
+    """Rows of everything that one pool of completions per question gives."""
     count = len(job.prompts)
     index = np.arange(count) * _jackknife_groups(job.config, count, job.policy.num_parameters) // count
     pool, sums, lengths = _pools(job, index)
@@ -224,7 +225,7 @@ def _jackknife_groups(config: dict[str, Any], count: int, parameters: int) -> in
     return groups
 
 
-def _monte_carlo(job: _Job) -> list[Row]:
+def _monte_carlo(job: PoolJob) -> list[Row]:
     """Independent replicates of the estimate over all questions at each G; baselines from a separate pool."""
     config = job.config
     pool, _, _ = _pools(job, None)
@@ -240,7 +241,7 @@ def _monte_carlo(job: _Job) -> list[Row]:
 
 
 def _replicates(
-    job: _Job, group: int, number: int, value: np.ndarray, best: np.ndarray
+    job: PoolJob, group: int, number: int, value: np.ndarray, best: np.ndarray
 ) -> Float[np.ndarray, "estimators replicates dim"]:
     """Gradient estimates over all questions, for each estimator and replicate."""
     config, count = job.config, len(job.prompts)

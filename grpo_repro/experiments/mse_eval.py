@@ -41,7 +41,7 @@ def plan(config: MseEvalConfig) -> list[Cell]:
     Raises:
         UserError: If a method does not fit a policy.
     """
-    models = [_named(config.model)] if config.model else [load_choice("model", name) for name in BUNDLED_MODELS]
+    models = [named(config.model)] if config.model else [load_choice("model", name) for name in BUNDLED_MODELS]
     return [
         _cell(config, model, seed, method)
         for model in models
@@ -50,7 +50,7 @@ def plan(config: MseEvalConfig) -> list[Cell]:
     ]
 
 
-def _named(model: ModelConfig) -> ModelConfig:
+def named(model: ModelConfig) -> ModelConfig:
     """Call a model that was given by its path after the last part of that, so that two of them differ."""
     return replace(model, name=Path(model.path).name) if model.name == "hf" and model.path else model
 

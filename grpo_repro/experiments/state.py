@@ -26,12 +26,22 @@ class Checkpoint:
 
     def restore(self, name: str, blank: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return a saved state, or `blank` if there is none of the same form (the work is then done again)."""
-        try:
-            state = load_file(self.folder / f"{name}.safetensors")
-        except (OSError, SafetensorError):
+        state = self.load(name)
+        if state is None:
             return blank
         form = {key: (value.shape, value.dtype) for key, value in state.items()}
         return state if form == {key: (value.shape, value.dtype) for key, value in blank.items()} else blank
+
+    def load(self, name: str) -> dict[str, torch.Tensor] | None:
+        """Return a saved state, or None if there is none that can be read."""
+        try:
+            return load_file(self.folder / f"{name}.safetensors")
+        except (OSError, SafetensorError):
+            return None
+
+    def due(self) -> bool:
+        """Tell whether the last time of saving is long enough ago."""
+        return time.monotonic() - self._last > self.seconds
 
     def save(self, name: str, state: dict[str, torch.Tensor]) -> None:
         """Write a state; it replaces the last one in one rename, so that a kill leaves one or the other."""
@@ -50,5 +60,5 @@ class Checkpoint:
 
     def save_sometimes(self, name: str, state: dict[str, torch.Tensor]) -> None:
         """Save if the last time is long enough ago."""
-        if time.monotonic() - self._last > self.seconds:
+        if self.due():
             self.save(name, state)

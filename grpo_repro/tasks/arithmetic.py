@@ -27,8 +27,8 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
-from grpo_repro.config import LARGEST
 from grpo_repro.errors import UserError
+from grpo_repro.schema import LARGEST
 from grpo_repro.tasks import Question
 
 KINDS = ("two_step", "three_step", "multiplication", "division", "brackets")

@@ -1,0 +1,279 @@
+"""One training run of a causal language model: update, evaluate at checkpoints, resume bit for bit."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from grpo_repro.cells import Cell, Estimate, Progress, cell_rng
+from grpo_repro.engine.check import self_check
+from grpo_repro.engine.sample import Rollout, sample, uniforms
+from grpo_repro.engine.update import Learner
+from grpo_repro.errors import UserError
+from grpo_repro.estimators import ESTIMATORS
+from grpo_repro.experiments.evaluation import PREDICTION_QUESTIONS, Examination, Record
+from grpo_repro.experiments.language_mse import SAMPLED_AT_ONCE, SMALL_MODEL
+from grpo_repro.experiments.mse_eval import settings
+from grpo_repro.experiments.state import Checkpoint
+from grpo_repro.experiments.variant import describe
+from grpo_repro.policies import causal_lm
+from grpo_repro.results import to_table, write_table
+from grpo_repro.tasks import load_task
+
+STATE = "run"
+WINDOW = ("reward_mean", "zero_variance_fraction", "gradient_norm", "completion_length")
+"""Training averages, in the order of the window's sums; the last sum counts iterations."""
+
+
+def run(cell: Cell, workdir: Path, progress: Progress) -> tuple[pd.DataFrame, dict[str, Any]]:
+    """Train and evaluate one cell; see `training.run`."""
+    training = _Run.start(cell, workdir, progress)
+    last = cell.config["iterations"]
+    for iteration in range(training.done + 1, last + 1):
+        if iteration > 0:
+            training.update(iteration)
+        if iteration in cell.config["checkpoints"]:
+            training.evaluate(iteration)
+        training.done = iteration
+        training.save_sometimes()
+    return training.frame(), training.extras()
+
+
+@dataclass
+class _Run:
+    """A cell with its policy, its optimiser, its questions and what it has measured so far.
+
+    Attributes:
+        done: Last iteration that is finished, evaluation included; -1 before the initial evaluation.
+        window: Sums of `WINDOW` since the last log line, and the number of iterations.
+        counts: Completions and tokens sampled.
+    """
+
+    cell: Cell
+    policy: causal_lm.CausalLM
+    learner: Learner
+    train: Examination
+    test: Examination
+    workdir: Path
+    progress: Progress
+    checkpoint: Checkpoint
+    facts: dict[str, Any]
+    done: int = -1
+    records: list[Record] = field(default_factory=list)
+    window: Float[np.ndarray, " sums"] = field(default_factory=lambda: np.zeros(len(WINDOW) + 1))
+    counts: Float[np.ndarray, 2] = field(default_factory=lambda: np.zeros(2))
+    value: float = float("nan")
+    began: tuple[float, float] = field(default_factory=lambda: (time.monotonic(), 0.0))
+
+    @classmethod
+    def start(cls, cell: Cell, workdir: Path, progress: Progress) -> _Run:
+        """Load policy and questions, and take up what an interruption left."""
+        config = cell.config
+        model, test_config = settings(cell)
+        train_config = replace(test_config, split="train", num_questions=config["prompt_pool"])
+        tasks = [load_task(train_config), load_task(test_config)]
+        if model.dtype == "auto":
+            model = replace(model, dtype="float32")  # small updates are lost in the 8 bits of bfloat16
+        policy = causal_lm.load(model, config["device"])
+        if config["threads"] is None and policy.num_parameters < SMALL_MODEL:
+            torch.set_num_threads(1)
+        train, test = (Examination(policy, task, part, config) for part, task in enumerate(tasks))
+        self_check(policy, train.prompts[0])
+        facts = {
+            "dtype": str(policy.model.dtype).removeprefix("torch."),
+            "data_hash": f"train {tasks[0].data_hash}, test {tasks[1].data_hash}",
+            "model_revision": model.revision,
+            "weights_hash": causal_lm.weights_hash(policy.model),
+        }
+        checkpoint = Checkpoint(workdir, config["save_seconds"])
+        made = cls(cell, policy, Learner(policy, config), train, test, workdir, progress, checkpoint, facts)
+        made._restore()
+        return made
+
+    # One iteration.
+
+    def update(self, iteration: int) -> None:
+        """Sample B groups from the policy and make one step (Algorithm 1)."""
+        config = self.cell.config
+        group = config["group_size"]
+        chosen = question_numbers(config, len(self.train.prompts), iteration)
+        prompts = [self.train.prompts[i] for i in chosen]
+        rollout = self._sample(prompts, iteration)
+        rewards = self.train.reward(rollout, chosen)
+        blank = np.zeros(len(chosen))
+        advantages = ESTIMATORS[config["estimator"]](rewards, blank, blank)
+        norm = self.learner.step(prompts, rollout, advantages, iteration)
+        equal = float((rewards == rewards[:, :1]).all(1).mean())
+        length = float(rollout.lengths.double().mean())
+        self.window += [float(rewards.mean()), equal, norm, length, 1.0]
+        self.counts += [len(chosen) * group, float(rollout.mask.sum())]
+        every = config["log_every"]
+        if iteration in config["checkpoints"] or (every is not None and iteration % every == 0):
+            self._log(iteration)
+        speed = (self.counts[0] - self.began[1]) / max(time.monotonic() - self.began[0], 1e-9)
+        what = f"iterations, reward {rewards.mean():.3f}, value {self.value:.3f}, {speed:,.0f} completions/s"
+        self.progress(iteration, config["iterations"], what)
+
+    def _sample(self, prompts: list[list[int]], iteration: int) -> Rollout:
+        """Completions of the iteration; the random numbers depend on cell, iteration and place only."""
+        config = self.cell.config
+        root = cell_rng(config["seed"], self.cell.id, iteration).entropy
+        seeds = [np.random.SeedSequence(root, spawn_key=(place,)) for place in range(len(prompts))]
+        size = max(1, SAMPLED_AT_ONCE * config["micro_batch"] // config["group_size"])
+        parts = [
+            sample(
+                self.policy, prompts[start : start + size],
+                uniforms(seeds[start : start + size], config["group_size"], config["max_new_tokens"]),
+                config["temperature"],
+            )
+            for start in range(0, len(prompts), size)
+        ]  # fmt: skip
+        if len(parts) == 1:
+            return parts[0]
+        names = ("tokens", "mask", "log_probs", "finished")
+        return Rollout(*(torch.cat([getattr(part, name) for part in parts]) for name in names))
+
+    def _log(self, iteration: int) -> None:
+        count = int(self.window[-1])
+        for name, total in zip(WINDOW, self.window, strict=False):
+            self.records.append(Record(name, iteration, total / count, count=count))
+        self.window[:] = 0
+
+    def evaluate(self, iteration: int) -> None:
+        """Measure J on the training questions, accuracy on the test questions and, for some seeds, G*."""
+        value, tokens = self.train.sampled(iteration)
+        accuracy, more = self.test.sampled(iteration)
+        self.value = value.value
+        self.counts += [value.count + accuracy.count, tokens + more]
+        gap = replace(value, metric="suboptimality_gap", value=1 - value.value, low=1 - value.high, high=1 - value.low)
+        greedy = self.test.greedy(iteration)
+        self.records += [value, gap, replace(accuracy, metric="accuracy"), greedy]
+        if self.cell.config["predict"]:
+            records, counts = self.train.components(iteration, self.cell, self.workdir, self.progress)
+            self.records += records
+            self.counts += counts
+
+    # State and results.
+
+    def save_sometimes(self) -> None:
+        """Save the state and the rows so far, if the last time is long enough ago."""
+        if not self.checkpoint.due():
+            return
+        state = self.learner.state() | {
+            "done": torch.tensor([self.done]),
+            "records": torch.from_numpy(np.array([r.numbers() for r in self.records]).reshape(-1, Record.WIDTH)),
+            "window": torch.from_numpy(self.window),
+            "counts": torch.from_numpy(self.counts),
+        }
+        if self.records:
+            write_table(to_table(self.cell, self.frame()), self.workdir / "metrics.parquet")
+        self.checkpoint.save(STATE, state)
+
+    def _restore(self) -> None:
+        state: dict[str, Tensor] | None = self.checkpoint.load(STATE)
+        if state is None:
+            return
+        self.done = int(state.pop("done"))
+        self.records = [Record.from_numbers(row) for row in state.pop("records").tolist()]
+        self.window, self.counts = (state.pop(name).numpy().copy() for name in ("window", "counts"))
+        self.value = next((r.value for r in reversed(self.records) if r.metric == "value"), float("nan"))
+        self.began = (time.monotonic(), float(self.counts[0]))
+        self.learner.restore(state)
+
+    def frame(self) -> pd.DataFrame:
+        """The rows measured so far."""
+        config = self.cell.config
+        common = {
+            "model": config["model"]["name"], "task": config["task"]["name"], "estimator": config["estimator"],
+            "method": describe(config), "group_size": config["group_size"], "budget": config["budget"],
+            "num_prompts": config["budget"] // config["group_size"], "seed": config["seed"],
+            "ci_level": config["confidence"],
+        }  # fmt: skip
+        return pd.DataFrame([common | record.row() for record in self.records])
+
+    def extras(self) -> dict[str, Any]:
+        """What the manifest says."""
+        return {"completions": int(self.counts[0]), "tokens": int(self.counts[1])} | self.facts
+
+
+def question_numbers(config: dict[str, Any], pool: int, iteration: int) -> list[int]:
+    """Numbers of the B training questions of one iteration.
+
+    They depend on the seed and not on G: with `iid`, a run with fewer questions sees the first of those that a run
+    of the same seed with more sees; with `epochs`, all runs of a seed go through the same permutations.
+
+    Args:
+        config: A cell's configuration.
+        pool: Number M of training questions.
+        iteration: i, counted from 1.
+
+    Returns:
+        B numbers in 0..M-1.
+    """
+    count = config["budget"] // config["group_size"]
+    if config["prompt_order"] == "iid":
+        rng = np.random.default_rng(cell_rng(config["seed"], "questions", iteration))
+        return [int(i) for i in rng.integers(pool, size=count)]
+    places = np.arange((iteration - 1) * count, iteration * count)
+    passes = {
+        int(epoch): np.random.default_rng(cell_rng(config["seed"], "epoch", int(epoch))).permutation(pool)
+        for epoch in np.unique(places // pool)
+    }
+    return [int(passes[int(place) // pool][place % pool]) for place in places]
+
+
+def estimate(cell: Cell) -> Estimate:
+    """Cost of a run from a stated model, without weights.
+
+    With d parameters, prompts of P tokens and completions of at most T, an iteration takes 2d flops for each prompt
+    token and 2d for half the tokens of its distinct completions where T <= 16 (short answers repeat: n^0.7 of n are
+    distinct, most end early, and groups of equal rewards need no update), else 8d for every token; an evaluation 2d.
+    The rate is 3e10 flops a second for each CPU thread and 1e14 for a GPU, plus 0.01 s for each iteration and 2 s to
+    start. G* from pools takes 0.03 s and 2d (n^0.7 (4T + P)) for each question. Memory is weights, gradient and two
+    averages, the activations of one micro-batch and the cache of a sampled batch.
+    """
+    config = cell.config
+    model, task = settings(cell)
+    shape = causal_lm.shape(model)
+    questions = load_task(task).questions
+    prompt = max(len(shape.tokenizer.encode(model.template.replace("{question}", q.text))) for q in questions)
+    length, group, samples = config["max_new_tokens"], config["group_size"], config["eval_samples"]
+    if shape.positions and prompt + length > shape.positions:
+        raise UserError(
+            f"{model.name} has {shape.positions} positions, and a prompt of {prompt} tokens with "
+            f"max_new_tokens={length} needs more; shorten the template or lower max_new_tokens"
+        )
+    short = length <= 16
+
+    def tokens(prompts: int, each: int) -> float:
+        return prompts * (prompt + (each**0.7 * length / 2 if short else each * length))
+
+    examined = len(questions) + config["prompt_pool"]
+    checks = len(config["checkpoints"])
+    work = config["iterations"] * tokens(config["budget"] // group, group) * (1 if short else 4)
+    work += checks * (tokens(examined, samples) + tokens(len(questions), 1))
+    seconds = 2.0 + 0.01 * config["iterations"]
+    completions = config["iterations"] * config["budget"] + checks * examined * samples
+    if config["predict"]:
+        pool, asked = config["completions_per_prompt"], min(config["prompt_pool"], PREDICTION_QUESTIONS)
+        work += checks * asked * pool**0.7 * (4 * length + prompt)
+        seconds += 0.03 * checks * asked
+        completions += checks * asked * pool
+    small = config["threads"] is None and shape.parameters < SMALL_MODEL
+    threads = 1 if small else config["threads"] or torch.get_num_threads()
+    rate = 1e14 if causal_lm.device_of(config["device"]).startswith("cuda") else 3e10 * threads
+    rows = min(config["micro_batch"], config["budget"])
+    activations = 40 * 4 * rows * (prompt + length) * shape.width * shape.layers
+    cache = 8 * min(SAMPLED_AT_ONCE * config["micro_batch"], config["budget"]) * length * shape.width * shape.layers
+    memory = 16 * shape.parameters + activations + cache + 500_000_000
+    if config["predict"]:
+        memory += 4 * shape.parameters * min(100, asked)
+    return Estimate(completions, completions * length, seconds + 2.0 * shape.parameters * work / rate, int(memory))

@@ -1,0 +1,252 @@
+"""The schema of every configuration: types, defaults and largest values; importable without torch or Hydra."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+ESTIMATORS = ("vanilla", "grpo", "oracle", "optimal")
+METHODS = ("exact", "components", "monte_carlo")
+SAMPLERS = ("torch",)
+DTYPES = ("auto", "float32", "float64", "bfloat16", "float16")
+MODEL_KINDS = ("causal_lm", "tabular")
+OPTIMIZERS = ("auto", "adamw", "sgd")
+SCHEDULES = ("constant", "inverse", "cosine")
+PROMPT_ORDERS = ("iid", "epochs")
+
+LARGEST: dict[str, int] = {
+    "group_sizes": 2**20,
+    "completions_per_prompt": 10**7,
+    "replicates": 10**6,
+    "budget": 2**24,
+    "iterations": 10**7,
+    "warmup": 10**7,
+    "prompt_pool": 10**6,
+    "eval_samples": 10**5,
+    "seeds": 2**63 - 1,
+    "max_new_tokens": 10**6,
+    "micro_batch": 10**7,
+    "gradient_memory_gib": 10**5,
+    "task.num_questions": 10**6,
+    "task.seed": 2**63 - 1,
+    "task.operand_max": 10**6,
+    "task.factor_max": 10**6,
+}
+"""Largest values: beyond them no machine has the memory or the time, and integers leave 64 bits."""
+
+
+@dataclass
+class ModelConfig:
+    """One policy.
+
+    Attributes:
+        name: What results and figures call it.
+        kind: `causal_lm` (any transformers causal language model) or `tabular` (exact).
+        path: Directory, Hugging Face id, or `bundled:base` / `bundled:instruct`.
+        revision: Revision of a Hugging Face model.
+        template: The prompt; `{question}` is replaced by the question, demonstrations are part of it. The two
+            characters backslash and n (or t) stand for a newline (or a tab).
+        chat: Whether the tokenizer's chat template is put around the prompt.
+        dtype: Type of the weights; `auto` is the checkpoint's.
+        trust_remote_code: Whether code that comes with the model may run.
+        family: Family of a tabular policy; null is `constant-norm` for `mse-eval` and `curved` for training.
+        family_args: Arguments of that family.
+    """
+
+    name: str = ""
+    kind: str = "causal_lm"
+    path: str | None = None
+    revision: str | None = None
+    template: str = "{question}="
+    chat: bool = False
+    dtype: str = "auto"
+    trust_remote_code: bool = False
+    family: str | None = None
+    family_args: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class TaskConfig:
+    """A set of questions with verifiable answers.
+
+    Attributes:
+        name: Name of the task.
+        num_questions: Number of questions.
+        split: `train` or `test`; the two are disjoint.
+        seed: Seed of the questions.
+        path: File or directory of the data, for tasks that read any.
+        operand_min: Arithmetic: smallest operand of a sum or difference, left factor and quotient.
+        operand_max: Arithmetic: largest of these.
+        factor_min: Arithmetic: smallest right factor and divisor.
+        factor_max: Arithmetic: largest right factor and divisor.
+    """
+
+    name: str = ""
+    num_questions: int = 500
+    split: str = "test"
+    seed: int = 0
+    path: str | None = None
+    operand_min: int = 1
+    operand_max: int = 30
+    factor_min: int = 1
+    factor_max: int = 10
+
+
+@dataclass
+class MseEvalConfig:
+    """Figure 4: the mean squared error of each estimator against the group size.
+
+    Attributes:
+        model: The policy; None means the three bundled ones.
+        task: The questions.
+        estimators: Names of the estimators.
+        methods: `exact`, `components` (one pool per prompt), `monte_carlo` (independent replicates).
+        group_sizes: Numbers G of completions per prompt.
+        completions_per_prompt: K, the pool of each prompt for `components`.
+        replicates: Independent replicates at each G for `monte_carlo`.
+        seeds: One cell for each.
+        confidence: Level of the intervals.
+        temperature: Of the sampling distribution, applied to its log-probabilities too.
+        max_new_tokens: Longest completion, in tokens.
+        device: `auto`, `cpu`, `cuda` or `cuda:N`.
+        sampler: Name of the sampler.
+        micro_batch: Completions per forward pass; changes speed and memory only.
+        gradient_memory_gib: Memory that per-sample gradients may take.
+        results_dir: Folder of the results.
+        threads: Threads of torch; None takes one for a model of less than 5 M parameters, else torch's default.
+        dry_run: Print the plan and its estimated cost, run nothing.
+    """
+
+    tabular_family: ClassVar[str] = "constant-norm"
+
+    model: ModelConfig | None = None
+    task: TaskConfig = field(default_factory=TaskConfig)
+    estimators: list[str] = field(default_factory=lambda: list(ESTIMATORS))
+    methods: list[str] = field(default_factory=lambda: ["components", "monte_carlo"])
+    group_sizes: list[int] = field(default_factory=lambda: [4, 8, 16, 32, 64])
+    completions_per_prompt: int = 64
+    replicates: int = 8
+    seeds: list[int] = field(default_factory=lambda: [0])
+    confidence: float = 0.95
+    temperature: float = 1.0
+    max_new_tokens: int = 8
+    device: str = "auto"
+    sampler: str = "torch"
+    micro_batch: int = 256
+    gradient_memory_gib: float = 2.0
+    results_dir: str = "results"
+    threads: int | None = None
+    dry_run: bool = False
+
+
+@dataclass
+class TrainingConfig:
+    """What every training experiment has.
+
+    Attributes:
+        model: The policy that is trained.
+        task: The test questions (`split=test`); training draws from the other split of the same task.
+        estimators: Names of the gradient estimators: grpo and vanilla; oracle and optimal on tabular policies only.
+        group_sizes: Numbers G of completions per prompt; each divides every budget.
+        iterations: Updates of a run.
+        checkpoints: Iterations n at which the policy is evaluated, 0 being the initial one; null takes 0, a tenth, a
+            quarter, a half and all of the iterations.
+        seeds: One run for each; runs of one seed at several G share their questions and their test's randomness.
+        replicates: Tabular: independent runs in each cell.
+        optimizer: `adamw` or `sgd`; `auto` is adamw for language models and sgd for tabular policies.
+        learning_rate: Its rate beta; null is 1e-4 for adamw, 1 for sgd.
+        schedule: `constant`, `inverse` (beta / i) or `cosine` (to zero at the last iteration).
+        warmup: Iterations over which the rate rises to its value.
+        weight_decay: Decoupled for adamw.
+        clip_norm: Longest gradient; null for no clipping, `auto` is 1 for adamw and null for sgd.
+        prompt_pool: Number of distinct training questions; null is 500 for language models, and for tabular policies
+            the family's whole distribution.
+        prompt_order: `iid` (with replacement) or `epochs` (each question once, shuffled, before any comes again).
+        eval_samples: Completions per question of an evaluation.
+        predict_seeds: Runs of these seeds also estimate G* from pools of completions at every checkpoint.
+        completions_per_prompt: K, the size of these pools.
+        log_every: Iterations over which training averages are taken; null is from one checkpoint to the next.
+        confidence: Level of the intervals.
+        temperature: Of the sampling distribution, in training and in evaluations.
+        max_new_tokens: Longest completion, in tokens.
+        device: `auto`, `cpu`, `cuda` or `cuda:N`.
+        sampler: Name of the sampler.
+        micro_batch: Completions per forward pass; changes speed and memory only.
+        gradient_memory_gib: Memory that the gradients behind the interval of G* may take.
+        results_dir: Folder of the results.
+        threads: Threads of torch; null takes one for a model of less than 5 M parameters, else torch's default.
+        save_seconds: Longest time of work that a kill may cost, plus one iteration.
+        dry_run: Print the plan and its estimated cost, run nothing.
+    """
+
+    tabular_family: ClassVar[str] = "curved"  # its best return is known
+
+    model: ModelConfig | None = None
+    task: TaskConfig = field(default_factory=TaskConfig)
+    estimators: list[str] = field(default_factory=lambda: ["grpo"])
+    group_sizes: list[int] = field(default_factory=lambda: [2, 4, 8, 16, 32, 64])
+    iterations: int = 100
+    checkpoints: list[int] | None = None
+    seeds: list[int] = field(default_factory=lambda: [0, 1, 2, 3, 4])
+    replicates: int = 1000
+    optimizer: str = "auto"
+    learning_rate: float | None = None
+    schedule: str = "constant"
+    warmup: int = 0
+    weight_decay: float = 0.0
+    clip_norm: str | None = "auto"
+    prompt_pool: int | None = None
+    prompt_order: str = "iid"
+    eval_samples: int = 4
+    predict_seeds: list[int] = field(default_factory=lambda: [0])
+    completions_per_prompt: int = 32
+    log_every: int | None = None
+    confidence: float = 0.95
+    temperature: float = 1.0
+    max_new_tokens: int = 8
+    device: str = "auto"
+    sampler: str = "torch"
+    micro_batch: int = 256
+    gradient_memory_gib: float = 2.0
+    results_dir: str = "results"
+    threads: int | None = None
+    save_seconds: float = 30.0
+    dry_run: bool = False
+
+
+@dataclass
+class TrainConfig(TrainingConfig):
+    """One run: of one group size and seed unless more are named."""
+
+    budget: int = 256
+    group_sizes: list[int] = field(default_factory=lambda: [8])
+    seeds: list[int] = field(default_factory=lambda: [0])
+    predict_seeds: list[int] = field(default_factory=list)
+    log_every: int | None = 1
+
+
+@dataclass
+class GroupSizeConfig(TrainingConfig):
+    """Figure 5: accuracy and suboptimality gap against G at a fixed budget, at every checkpoint n.
+
+    Attributes:
+        budget: N = B G, completions per iteration.
+    """
+
+    budget: int = 256
+
+
+@dataclass
+class IterationsConfig(GroupSizeConfig):
+    """The best G against n: Figure 5's runs, read at more checkpoints."""
+
+
+@dataclass
+class BudgetConfig(TrainingConfig):
+    """Table 2: accuracy and suboptimality gap against N and G.
+
+    Attributes:
+        budgets: Numbers N of completions per iteration.
+    """
+
+    budgets: list[int] = field(default_factory=lambda: [64, 256, 1024])
