@@ -137,15 +137,19 @@ def plot(
         typer.Option("--out", help="Folder of the figures; RESULTS/figures by default."),
     ] = None,
     image_format: Annotated[str, typer.Option("--format", metavar="png|pdf|svg", help="File format.")] = "png",
+    models: Annotated[
+        Optional[list[str]],  # noqa: UP045
+        typer.Option("--model", metavar="NAME", help="Only this policy's results; may be repeated."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Draw figures from results; runs no model.
 
-    Example: grpo plot mse --results results --format pdf
+    Example: grpo plot gap table2 --model bundled-base --format pdf
     """
     from grpo_repro.plot_cli import draw
 
-    paths = draw(figures or [], results, out or results / "figures", image_format)
+    paths = draw(figures or [], results, out or results / "figures", image_format, models or [])
     if as_json:
         print(json.dumps({"figures": [str(path) for path in paths]}))
     else:

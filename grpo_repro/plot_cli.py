@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ VECTOR_FONTS: Any = {"pdf.fonttype": 42, "svg.fonttype": "path", "svg.hashsalt":
 """TrueType in PDF, outlines in SVG: printers and journals take both, and the files are reproducible."""
 
 
-def draw(names: list[str], results: Path, out: Path, image_format: str) -> list[Path]:
+def draw(names: list[str], results: Path, out: Path, image_format: str, models: Sequence[str] = ()) -> list[Path]:
     """Draw figures from results.
 
     Args:
@@ -22,9 +23,11 @@ def draw(names: list[str], results: Path, out: Path, image_format: str) -> list[
         results: Folder of the results.
         out: Folder of the image files.
         image_format: `png`, `pdf` or `svg`.
+        models: Policies that are drawn; none means all.
 
     Returns:
-        The files of the figures; beside each that has a caption lies `<figure>.caption.txt`.
+        The files of the figures; beside each that has a caption lies `<figure>.caption.txt`, and beside some lie
+        their numbers as text (`plots.TEXTS`), such as `table2.csv`.
 
     Raises:
         UserError: If a figure, the format or the results cannot be used.
@@ -37,27 +40,37 @@ def draw(names: list[str], results: Path, out: Path, image_format: str) -> list[
 
     # Figures are files: no display is needed, whatever MPLBACKEND says.
     matplotlib.use("Agg")
-    from grpo_repro.plots import FIGURES
+    from grpo_repro import plots
     from grpo_repro.results import read_results
 
-    unknown = [name for name in names if name not in FIGURES]
+    figures, texts = plots.FIGURES, getattr(plots, "TEXTS", {})
+
+    unknown = [name for name in names if name not in figures]
     if unknown:
-        raise UserError(f"unknown figure {unknown[0]!r}; known: {', '.join(FIGURES)}")
+        raise UserError(f"unknown figure {unknown[0]!r}; known: {', '.join(figures)}")
     rows = read_results(results)
     if rows.empty:
         state = "holds no results" if results.is_dir() else "does not exist"
         raise UserError(f"{results} {state}; run `grpo mse-eval` first or name another folder with --results DIR")
+    strange = [model for model in models if model not in set(rows["model"])]
+    if strange:
+        raise UserError(
+            f"no results of model {strange[0]!r} in {results}; there are {', '.join(sorted(set(rows['model'])))}"
+        )
+    if models:
+        rows = rows[rows["model"].isin(list(models))]
     paths, empty = [], []
-    for name in dict.fromkeys(names or FIGURES):
+    for name in dict.fromkeys(names or figures):
         try:
-            figure = FIGURES[name](rows)
+            figure = figures[name](rows)
+            beside = texts[name](rows) if name in texts else {}
         except UserError as error:
             # Asked for by name it is an error; among all figures it only has no data yet.
             if names:
                 raise
             empty.append(f"{name}: {error}")
             continue
-        paths.append(_save(figure, out / f"{name}.{image_format}"))
+        paths.append(_save(figure, out / f"{name}.{image_format}", beside))
     for line in empty:
         print(f"left out {line}", file=sys.stderr)
     if not paths:
@@ -65,7 +78,7 @@ def draw(names: list[str], results: Path, out: Path, image_format: str) -> list[
     return paths
 
 
-def _save(figure: object, path: Path) -> Path:
+def _save(figure: object, path: Path, beside: dict[str, str]) -> Path:
     import matplotlib
     from matplotlib import pyplot
     from matplotlib.figure import Figure
@@ -81,6 +94,8 @@ def _save(figure: object, path: Path) -> Path:
             figure.savefig(path, metadata=dates | ({key: caption} if caption else {}))
         if caption:
             path.with_suffix(".caption.txt").write_text(caption, encoding="utf-8")
+        for suffix, text in beside.items():
+            path.with_suffix(suffix).write_text(text, encoding="utf-8")
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror}; name another with --out DIR") from error
     finally:

@@ -1,0 +1,191 @@
+"""From rows of training runs to choices of the best group size, and to tests of whether it moves.
+
+A *setting* is (model, task, estimator, method): what was trained and how. At one setting, N and n, runs differ in G
+and in (seed, replicate) only, so their results form a table runs x group sizes, from which `selection` picks the
+best G. Settings that differ in a single respect (schedule, pool of prompts) are compared with one another.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Hashable
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pandas as pd
+from jaxtyping import Float
+
+from grpo_repro import selection
+from grpo_repro.errors import UserError
+from grpo_repro.experiments import variant
+from grpo_repro.results import ResultsWarning
+from grpo_repro.selection import Selection
+from grpo_repro.stats import Interval
+
+EXPERIMENTS = ("group-size", "budget", "iterations")
+"""Experiments whose runs are compared over G; `train` is a single run and is left out."""
+
+IDENTITY = (
+    "model", "task", "estimator", "method", "budget", "group_size", "iteration", "seed", "replicate", "metric",
+)  # fmt: skip
+"""Rows that agree in these come from one run, which two experiments may both hold."""
+
+SIGN = {"suboptimality_gap": 1.0, "accuracy": -1.0, "greedy_accuracy": -1.0}
+"""Metrics that a choice can be made by; those with -1 are better when larger."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What was trained and how: the columns of the same names."""
+
+    model: str
+    task: str
+    estimator: str
+    method: str
+
+    @property
+    def keys(self) -> dict[str, str]:
+        """The method taken apart."""
+        return variant.parse(self.method)
+
+    def less(self, names: tuple[str, ...]) -> tuple[Hashable, ...]:
+        """What is left of the setting without these keys: equal for settings that differ in them only."""
+        rest = tuple(sorted((key, value) for key, value in self.keys.items() if key not in names))
+        return self.model, self.task, self.estimator, rest
+
+
+@dataclass(frozen=True, eq=False)
+class Choice:
+    """The best group size at one setting, N and n; compared by identity.
+
+    Attributes:
+        setting: What was trained and how.
+        budget: N, completions per iteration.
+        iteration: n, parameter updates.
+        metric: What the choice is made by.
+        table: Values of the metric, as measured.
+        runs: (seed, replicate) of each run in the table.
+        selection: The choice; its means are those of the metric, as measured.
+        predicted: G* of the theory for the policies of this n, None where not measured.
+        predicted_at_start: The same for the initial policy.
+    """
+
+    setting: Setting
+    budget: int
+    iteration: int
+    metric: str
+    table: Float[np.ndarray, "runs groups"]
+    runs: tuple[tuple[int, int], ...]
+    selection: Selection
+    predicted: Interval | None
+    predicted_at_start: Interval | None
+
+
+def training_rows(rows: pd.DataFrame) -> pd.DataFrame:
+    """Return the rows of runs that are compared over G, each run once.
+
+    Args:
+        rows: Rows of the results schema, of any experiments.
+
+    Raises:
+        UserError: If there are none.
+    """
+    found = rows[rows["experiment"].isin(EXPERIMENTS)].drop_duplicates(list(IDENTITY))
+    if found.empty:
+        raise UserError("no training runs in these results; run `grpo sweep group-size` first")
+    return found
+
+
+def choices(rows: pd.DataFrame, metric: str = "suboptimality_gap", confidence: float = 0.95) -> list[Choice]:
+    """Choose the best G at each setting, N and checkpoint n > 0.
+
+    Args:
+        rows: Rows of the results schema.
+        metric: `suboptimality_gap`, `accuracy` or `greedy_accuracy`.
+        confidence: Level of all intervals.
+
+    Returns:
+        Settings in order of appearance, N and n ascending. Those whose runs form no table are left out with a warning.
+
+    Raises:
+        UserError: If no training run has this metric after an update, or none at every group size.
+    """
+    rows = training_rows(rows)
+    measured = rows[(rows["metric"] == metric) & (rows["iteration"] > 0)]
+    if measured.empty:
+        raise UserError(
+            f"no {metric} of trained policies in these results; "
+            + ("tabular policies have none, draw `gap` instead" if SIGN[metric] < 0 else "run `grpo sweep group-size`")
+        )
+    predictions = rows[rows["metric"] == "optimal_group_size"]
+    found, problems = [], []
+    for key, own in measured.groupby(["model", "task", "estimator", "method"], sort=False):
+        setting = Setting(*(str(part) for part in key))
+        known = predictions[_is(predictions, setting)]
+        for _, part in own.groupby(["budget", "iteration"], sort=True):
+            budget, iteration = int(part["budget"].iloc[0]), int(part["iteration"].iloc[0])
+            try:
+                table, sizes = selection.run_table(part)
+            except UserError as error:
+                problems.append(f"{setting.model} {setting.task} at N = {budget}, n = {iteration}: {error}")
+                continue
+            now = known[(known["budget"] == budget) & (known["iteration"] == iteration)]
+            found.append(
+                Choice(
+                    setting, budget, iteration, metric, table, runs_of(part, sizes),
+                    selected(table, sizes, metric, confidence),
+                    predicted(now), predicted(known[known["iteration"] == 0]),
+                )
+            )  # fmt: skip
+    if not found:
+        raise UserError(problems[0])
+    if problems:
+        more = f"; and {len(problems) - 1} more" if len(problems) > 1 else ""
+        warnings.warn(ResultsWarning(f"left out of figures by {metric}: {problems[0]}{more}"), stacklevel=2)
+    return found
+
+
+def runs_of(rows: pd.DataFrame, sizes: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    """(seed, replicate) of the rows of `selection.run_table`; replicate -1 stands for none.
+
+    Args:
+        rows: Rows of one metric at one setting, N and n.
+        sizes: Group sizes of the table.
+    """
+    runs = rows.loc[rows["group_size"].isin(sizes), ["seed", "replicate"]].fillna({"replicate": -1})
+    made = runs.value_counts().sort_index().rename("sizes").reset_index()
+    made = made[made["sizes"] == len(sizes)]
+    return tuple((int(seed), int(replicate)) for seed, replicate in made[["seed", "replicate"]].to_numpy())
+
+
+def selected(
+    table: Float[np.ndarray, "runs groups"], sizes: tuple[int, ...], metric: str, confidence: float
+) -> Selection:
+    """Choose the best G by a metric; the means returned are those of the metric itself, larger-is-better or not."""
+    sign = SIGN[metric]
+    chosen = selection.select(sign * table, sizes, confidence)
+    if sign > 0:
+        return chosen
+    turned = tuple(Interval(-mean.value, -mean.high, -mean.low) for mean in chosen.means)
+    return replace(chosen, means=turned)
+
+
+def predicted(rows: pd.DataFrame) -> Interval | None:
+    """Median of G* = 1 + sqrt(c3/c1) over group sizes and seeds, with the medians of both ends.
+
+    Where the rows have no interval (exact values) the result has no width.
+    """
+    values = rows["value"].to_numpy(dtype=float)
+    if not len(values) or np.isnan(values).all():
+        return None
+    value = float(np.nanmedian(values))
+    ends = [rows[key].to_numpy(dtype=float) for key in ("ci_low", "ci_high")]
+    low, high = (float(np.nanmedian(end)) if not np.isnan(end).all() else value for end in ends)
+    return Interval(value, low, high)
+
+
+def _is(rows: pd.DataFrame, setting: Setting) -> pd.Series:
+    same = pd.Series(True, index=rows.index)
+    for name in ("model", "task", "estimator", "method"):
+        same &= rows[name] == getattr(setting, name)
+    return same

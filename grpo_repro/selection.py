@@ -1,0 +1,434 @@
+"""Which group size is best, and whether that moves, from repeated training runs.
+
+`table[r, k]` is the loss of run r at `group_sizes[k]`: lower is better, so accuracies are negated. Rows are paired,
+run r having the same seed at every G, and independent of each other.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from jaxtyping import Float, Int
+from scipy.stats import t as student_t
+
+from grpo_repro import stats
+from grpo_repro.errors import UserError
+from grpo_repro.stats import Interval
+
+DRAWS = 2000
+"""Bootstrap draws."""
+
+FEW = 30
+"""Degrees of freedom below which the estimated correlation of the differences is not relied upon."""
+
+MARGIN = 2.0
+"""Largest ratio of two best group sizes that still counts as "not moved": one step of a grid of powers of two."""
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The best group size on a grid.
+
+    Attributes:
+        group_sizes: The grid, ascending.
+        means: Mean loss over runs at each G, with its Student t interval.
+        best: G of the least mean; the smallest of them if several are equal.
+        best_low: Lower end of the bootstrap interval of the best G, a point of the grid.
+        best_high: Upper end.
+        indistinguishable: Set that holds the truly best G with probability >= confidence.
+        runs: Number of runs that exist at every G.
+        confidence: Level.
+    """
+
+    group_sizes: tuple[int, ...]
+    means: tuple[Interval, ...]
+    best: int
+    best_low: int
+    best_high: int
+    indistinguishable: tuple[int, ...]
+    runs: int
+    confidence: float
+
+
+@dataclass(frozen=True)
+class Shift:
+    """Whether the best group size differs between levels of one axis.
+
+    Attributes:
+        axis: What differs, for example "iterations n".
+        levels: Its values.
+        selections: One for each level, at the asked confidence.
+        factor: Best G at the last level over best G at the first, with its bootstrap interval.
+        verdict: "moved", "not moved" or "not enough runs".
+        sentence: The verdict in words, with its numbers.
+    """
+
+    axis: str
+    levels: tuple[str, ...]
+    selections: tuple[Selection, ...]
+    factor: Interval
+    verdict: str
+    sentence: str
+
+
+def select(
+    table: Float[np.ndarray, "runs groups"],
+    group_sizes: Sequence[int],
+    confidence: float = 0.95,
+    draws: int = DRAWS,
+    seed: int = 0,
+) -> Selection:
+    """Select the best group size from paired runs.
+
+    The bootstrap interval of the best G describes how often another G would have won among runs like these. An argmin
+    has no regular law, so that interval has no guaranteed level, and with few runs it is too short. The set
+    `indistinguishable` (`may_be_best`) is what carries a guarantee.
+
+    Args:
+        table: Losses, without nan.
+        group_sizes: G of each column, ascending.
+        confidence: Level.
+        draws: Bootstrap draws of whole rows.
+        seed: Of these draws.
+
+    Returns:
+        The selection. From one run nothing is known: every interval is infinite or the whole grid.
+    """
+    runs, sizes = len(table), np.asarray(group_sizes)
+    low, high = sizes[0], sizes[-1]
+    if runs > 1:
+        low, high = _ends(sizes[_resampled_best(table[:, None], draws, np.random.default_rng(seed))[:, 0]], confidence)
+    return Selection(
+        group_sizes=tuple(group_sizes),
+        means=tuple(stats.mean_interval(column, confidence) for column in table.T),
+        best=int(sizes[table.mean(0).argmin()]),
+        best_low=int(low),
+        best_high=int(high),
+        indistinguishable=may_be_best(table, group_sizes, confidence),
+        runs=runs,
+        confidence=confidence,
+    )
+
+
+def may_be_best(
+    table: Float[np.ndarray, "runs groups"], group_sizes: Sequence[int], confidence: float
+) -> tuple[int, ...]:
+    """Group sizes that may be best: multiple comparisons with the best, for correlated losses.
+
+    For each G, with d_h the mean over runs of loss_G - loss_h and s_h its standard error, G leaves the set if
+    max_h d_h / s_h > c. Were G truly best, each d_h would have an expectation <= 0, so that maximum would lie below
+    max_h (d_h - E d_h) / s_h, and c is that variable's quantile: G is wrongly left out with probability
+    <= 1 - confidence. Only the truly best G has to stay, so nothing is to be corrected over G.
+
+    With at least `FEW` degrees of freedom c is the quantile of the maximum of a multivariate t with runs - 1 degrees
+    and the estimated correlation of the differences. With fewer runs that correlation is too uncertain: the set
+    would hold the best of six G in 87% of cases with 2 runs and in 92% with 5, for an asked 95%. There
+    c = t_{runs-1}(1 - (1 - confidence) / (groups - 1)), Bonferroni's, which holds for normal losses at any number of
+    runs and whatever the correlation. Losses that are not normal need many runs.
+
+    Args:
+        table: Losses.
+        group_sizes: G of each column.
+        confidence: Level.
+
+    Returns:
+        The set, in the order of `group_sizes`; a difference that is equal in all runs is taken as known exactly.
+
+    Source: Gupta's subset selection, one control at a time as in Hsu, Multiple Comparisons (1996).
+    """
+    return tuple(size for column, size in enumerate(group_sizes) if _column_stays(table, column, confidence))
+
+
+def _column_stays(table: Float[np.ndarray, "runs groups"], column: int, confidence: float) -> bool:
+    """Whether the G of one column may be best."""
+    runs, groups = table.shape
+    if runs < 2 or groups < 2:
+        return True
+    differences = table[:, [column]] - np.delete(table, column, 1)
+    covariance = np.atleast_2d(np.cov(differences.T)) / runs
+    rounding = 1e-13 * float(np.abs(table).max())
+    return _stays(differences.mean(0), covariance, runs - 1, confidence, rounding)
+
+
+def _stays(
+    means: Float[np.ndarray, " others"],
+    covariance: Float[np.ndarray, "others others"],
+    degrees: int | float,
+    confidence: float,
+    rounding: float = 0.0,
+) -> bool:
+    """Whether a G with these mean differences to the others may be best (`may_be_best` gives the rule).
+
+    Args:
+        means: d_h.
+        covariance: Covariance of the d_h.
+        degrees: Degrees of freedom; inf if the covariance is known.
+        confidence: Level.
+        rounding: Size of differences and standard errors that count as zero.
+    """
+    errors = np.sqrt(np.diag(covariance))
+    exact = errors <= rounding
+    if exact.any() and (means[exact] > rounding).any():
+        return False
+    if exact.all():
+        return True
+    means, errors = means[~exact], errors[~exact]
+    largest = float((means / errors).max())
+    one, bonferroni = student_t.ppf([confidence, 1 - (1 - confidence) / len(means)], degrees)
+    if degrees < FEW or not one < largest <= bonferroni:  # c lies between these two
+        return bool(largest <= bonferroni)
+    values, vectors = np.linalg.eigh(covariance[np.ix_(~exact, ~exact)] / np.outer(errors, errors))
+    drawn = (vectors * np.sqrt(np.maximum(values, 0.0))) @ _standard_t(len(means), degrees)
+    return bool(np.mean(drawn.max(0) < largest) <= confidence)  # largest is not beyond the quantile
+
+
+@lru_cache(maxsize=8)
+def _standard_t(width: int, degrees: int | float) -> Float[np.ndarray, "{width} draws"]:
+    """Draws of the uncorrelated multivariate t, always the same ones: a normal vector over sqrt(chi^2 / degrees)."""
+    rng, count = np.random.default_rng(0), 50_000
+    normal = rng.standard_normal((width, count))
+    return normal / np.sqrt(rng.chisquare(degrees, count) / degrees) if np.isfinite(degrees) else normal
+
+
+def _resampled_best(
+    tables: Float[np.ndarray, "runs levels groups"], draws: int, rng: np.random.Generator
+) -> Int[np.ndarray, "draws levels"]:
+    """Column of the least mean at each level, over bootstrap draws of whole rows (multinomial counts, in chunks)."""
+    runs = len(tables)
+    chunk = max(1, 2**20 // runs)
+    best = []
+    for start in range(0, draws, chunk):
+        size = min(chunk, draws - start)
+        rows = rng.integers(runs, size=(size, runs)) + runs * np.arange(size)[:, None]
+        counts = np.bincount(rows.ravel(), minlength=size * runs).reshape(size, runs)
+        best.append(np.tensordot(counts / runs, tables, 1).argmin(-1))
+    return np.concatenate(best)
+
+
+def _ends(values: np.ndarray, confidence: float) -> tuple[float, float]:
+    """Percentile interval whose ends are among the values."""
+    low, high = np.quantile(values, [(1 - confidence) / 2, (1 + confidence) / 2], method="inverted_cdf")
+    return float(low), float(high)
+
+
+def shift(
+    tables: Mapping[str, Float[np.ndarray, "_ groups"]],
+    group_sizes: Sequence[int],
+    axis: str,
+    confidence: float = 0.95,
+    paired: bool = True,
+    draws: int = DRAWS,
+    seed: int = 0,
+) -> Shift:
+    """Tell whether the best group size moves between levels.
+
+    The sets `may_be_best` at level 1 - (1 - confidence) / L hold the best G of all L levels at once with probability
+    >= confidence (Bonferroni), and two verdicts follow from them:
+
+    - "moved": the sets of two levels share no G. If one G is best at all levels, this has probability
+      <= 1 - confidence.
+    - "not moved": in no pair of levels do two members of the sets differ by more than a factor of two (`MARGIN`). If
+      the best G of two levels do, this has probability <= 1 - confidence. The bootstrap interval of the ratio must
+      lie within [1/2, 2] for every pair too, which guards against skewed losses. Alone it does not suffice: noise
+      that runs share between levels carries the argmin along, so the ratio stays at 1 even where it hides a move.
+    - "not enough runs": neither.
+
+    On a grid that spans a factor of two or less, "not moved" means no more than that grid.
+
+    Paired runs are resampled jointly. This is right also where a common seed is but a label: rows that are independent
+    between levels have that joint law, and resampling whole rows keeps each level's own law in any case.
+
+    Args:
+        tables: Losses by level, in order; all at the same `group_sizes`.
+        group_sizes: G of each column, ascending.
+        axis: What differs between levels.
+        confidence: Level.
+        paired: Whether row r is the same run at all levels; tables of unequal length are never paired.
+        draws: Bootstrap draws.
+        seed: Of these draws.
+
+    Returns:
+        The shift; `factor` spans the whole grid where a level has one run.
+
+    Raises:
+        UserError: With fewer than two levels, or a table of another width.
+    """
+    losses = list(tables.values())
+    if len(losses) < 2 or any(table.shape[1] != len(group_sizes) for table in losses):
+        widths = ", ".join(f"{level}: {table.shape[1]}" for level, table in tables.items()) or "none"
+        raise UserError(
+            f"a shift along {axis} needs two levels or more at the same {len(group_sizes)} group sizes, but the levels "
+            f"have ({widths}); run the same group sizes at every level"
+        )
+    sizes = np.asarray(group_sizes)
+    selections = tuple(select(table, group_sizes, confidence, draws, seed) for table in losses)
+    sets = [may_be_best(table, group_sizes, 1 - (1 - confidence) / len(losses)) for table in losses]
+    best = sizes[_best_by_level(losses, paired, draws, seed)]
+    few = min(len(table) for table in losses) < 2
+
+    def ratio(first: int, last: int) -> Interval:
+        ends = (
+            (sizes[0] / sizes[-1], sizes[-1] / sizes[0]) if few else _ends(best[:, last] / best[:, first], confidence)
+        )
+        return Interval(selections[last].best / selections[first].best, *map(float, ends))
+
+    pairs = list(itertools.combinations(range(len(losses)), 2))
+    apart = next(((a, b) for a, b in pairs if not set(sets[a]) & set(sets[b])), None)
+    close = all(max(max(sets[a]) / min(sets[b]), max(sets[b]) / min(sets[a])) <= MARGIN for a, b in pairs)
+    steady = all(1 / MARGIN <= ratio(a, b).low and ratio(a, b).high <= MARGIN for a, b in pairs)
+    verdict = "moved" if apart else "not moved" if close and steady else "not enough runs"
+    found = Shift(axis, tuple(map(str, tables)), selections, ratio(0, -1), verdict, "")
+    return replace(found, sentence=_sentence(found, sets, apart))
+
+
+def _best_by_level(losses: list[np.ndarray], paired: bool, draws: int, seed: int) -> Int[np.ndarray, "draws levels"]:
+    """Column of the least mean at each level, rows resampled jointly if paired."""
+    if paired and len({len(table) for table in losses}) == 1:
+        return _resampled_best(np.stack(losses, 1), draws, np.random.default_rng(seed))
+    streams = [np.random.default_rng([seed, level]) for level in range(len(losses))]
+    return np.hstack([_resampled_best(table[:, None], draws, rng) for table, rng in zip(losses, streams, strict=True)])
+
+
+def _sentence(found: Shift, sets: Sequence[tuple[int, ...]], apart: tuple[int, int] | None) -> str:
+    """The verdict in words: what was found, the ratio, and each level's best G with those that may be best."""
+    asked = found.selections[0].confidence
+    surely = f"wrong in at most {100 * (1 - asked):.3g}% of cases"
+    if apart:
+        first, last = (found.levels[level] for level in apart)
+        verdict = f"The best G moves with {found.axis}: no G may be best both at {first} and at {last} ({surely})."
+    elif found.verdict == "not moved":
+        verdict = (
+            f"The best G does not move with {found.axis} by more than a factor of two, one step of a grid of powers "
+            f"of two ({surely})."
+        )
+    else:
+        verdict = f"The runs are not enough to tell whether the best G moves with {found.axis}."
+    levels = [
+        f"{level}: G = {chosen.best} of {chosen.runs} runs, may be {', '.join(map(str, members))}"
+        for level, chosen, members in zip(found.levels, found.selections, sets, strict=True)
+    ]
+    ratio = found.factor
+    return (
+        f"{verdict} Best G at {found.levels[-1]} over best G at {found.levels[0]}: {ratio.value:.3g}, "
+        f"{100 * asked:.3g}% bootstrap interval {ratio.low:.3g} to {ratio.high:.3g}. "
+        f"Best by level: {'; '.join(levels)}."
+    )
+
+
+def binomial_selection(
+    accuracies: Float[np.ndarray, " groups"],
+    group_sizes: Sequence[int],
+    count: int,
+    confidence: float = 0.95,
+    draws: int = DRAWS,
+    seed: int = 0,
+) -> Selection:
+    """Select the best group size from one run at each G, by the error of its test accuracy alone.
+
+    The rule is that of `may_be_best` with normal quantiles and variances p (1 - p) / count, p = (right answers + 1) /
+    (count + 2) lest a perfect score have none. Accuracies count as independent, which is on the safe side where all
+    policies answer the same questions. The set speaks of these trained policies: how training itself varies from run
+    to run comes on top, so a G outside the set may still be the best one to train with.
+
+    Args:
+        accuracies: Fraction of right answers at each G.
+        group_sizes: Their G, ascending.
+        count: Number of test questions.
+        confidence: Level.
+        draws: Binomial redraws of all accuracies, in place of the bootstrap over runs.
+        seed: Of these draws.
+
+    Returns:
+        The selection; its means are of the error rate 1 - accuracy, with Wilson's intervals.
+    """
+    sizes, errors = np.asarray(group_sizes), 1 - accuracies
+    smoothed = (count * errors + 1) / (count + 2)
+    variances = smoothed * (1 - smoothed) / count
+    redrawn = np.random.default_rng(seed).binomial(count, errors, (draws, len(errors))).argmin(1)
+    low, high = _ends(sizes[redrawn], confidence)
+    kept = []
+    for column, size in enumerate(group_sizes):
+        covariance = variances[column] + np.diag(np.delete(variances, column))
+        if len(errors) == 1 or _stays(errors[column] - np.delete(errors, column), covariance, np.inf, confidence):
+            kept.append(size)
+    return Selection(
+        group_sizes=tuple(group_sizes),
+        means=tuple(stats.wilson(count * float(error), count, confidence) for error in errors),
+        best=int(sizes[errors.argmin()]),
+        best_low=int(low),
+        best_high=int(high),
+        indistinguishable=tuple(kept),
+        runs=1,
+        confidence=confidence,
+    )
+
+
+RUN = ["seed", "replicate"]
+"""What names a run; null (a language model's replicate) is a value like any other."""
+
+
+def run_table(rows: pd.DataFrame) -> tuple[Float[np.ndarray, "runs groups"], tuple[int, ...]]:
+    """Arrange rows as paired runs.
+
+    Of a sweep that is still running, group sizes with less than half as many runs as the fullest one are left out,
+    then the runs that are missing at any other G.
+
+    Args:
+        rows: Rows of one metric, setting, budget and iteration (columns seed, replicate, group_size, value).
+
+    Returns:
+        Values by run (ascending seed and replicate) and group size, and the group sizes, ascending.
+
+    Raises:
+        UserError: Without rows, for a value that is not finite, for two values of one run, or where no run exists at
+            every G.
+    """
+    if rows.empty:
+        raise UserError("no rows to select a group size from; run a sweep over group_sizes first")
+    plain = pd.DataFrame({name: rows[name].astype("Int64").fillna(-1).astype("int64") for name in [*RUN, "group_size"]})
+    plain["value"] = rows["value"].astype(float)
+    for fault, wrong, remedy in (
+        ("is not finite", ~np.isfinite(plain["value"]), "leave that run out or run it again"),
+        ("is there twice", plain.duplicated([*RUN, "group_size"]), "select one metric, setting, budget and iteration"),
+    ):
+        if wrong.any():
+            first = plain[wrong].iloc[0]
+            where = ", ".join(f"{name}={int(first[name])}" for name in [*RUN, "group_size"] if first[name] >= 0)
+            raise UserError(f"the value of {where} {fault} ({int(wrong.sum())} such rows); {remedy}")
+    wide = plain.pivot(index=RUN, columns="group_size", values="value").sort_index(axis=0).sort_index(axis=1)
+    runs = wide.notna().sum()
+    common = wide.loc[:, runs >= runs.max() / 2].dropna()
+    if common.empty:
+        counts = ", ".join(f"G={size}: {number}" for size, number in runs.items())
+        raise UserError(f"no run (seed) exists at every group size ({counts}); run the same seeds at every group size")
+    return common.to_numpy(), tuple(int(size) for size in common.columns)
+
+
+def tables(rows: pd.DataFrame, metric: str, by: str) -> dict[Any, tuple[np.ndarray, tuple[int, ...]]]:
+    """Arrange one metric's rows as paired runs at each level.
+
+    Levels need not have the same runs. Equally many rows that are not of the same runs pair at random, which `shift`
+    resamples as what they are: independent.
+
+    Args:
+        rows: Rows of one setting.
+        metric: Name of the metric.
+        by: Column of the level, for example "iteration"; rows where it is null belong to none.
+
+    Returns:
+        `run_table` by level, ascending.
+
+    Raises:
+        UserError: For a metric without rows, and as `run_table` does.
+    """
+    chosen = rows[(rows["metric"] == metric) & rows[by].notna()]
+    if chosen.empty:
+        there = ", ".join(sorted(rows["metric"].unique())) or "none"
+        raise UserError(f"no rows of metric {metric} with a value of {by} (metrics there: {there}); name one of these")
+    return {level: run_table(group) for level, group in chosen.groupby(by, sort=True)}

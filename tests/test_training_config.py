@@ -1,0 +1,170 @@
+"""Training configurations: defaults, cells, and every bad value refused with its remedy."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hydra import compose, initialize_config_dir
+
+from grpo_repro import config as schema
+from grpo_repro.config import ModelConfig, TaskConfig
+from grpo_repro.errors import UserError
+from grpo_repro.experiments import training, variant
+from grpo_repro.schema import BudgetConfig, GroupSizeConfig, TrainConfig
+from grpo_repro.training_validation import clip_norm
+from grpo_repro.validation import validate
+
+BASE = schema.load_choice("model", "bundled-base")
+TABULAR = ModelConfig(name="tabular", kind="tabular", family="curved")
+GOOD = GroupSizeConfig(model=BASE, task=TaskConfig(name="arithmetic"))
+EXACT = replace(GOOD, model=TABULAR, task=TaskConfig(name="bandit"))
+
+
+def composed(experiment: str, *overrides: str) -> Any:
+    schema.register()
+    with initialize_config_dir(str(schema.conf_dir()), version_base="1.3"):
+        return schema.typed(compose(f"experiment/{experiment}", overrides=list(overrides)))
+
+
+@pytest.mark.parametrize("experiment", ["train", "group-size", "budget", "iterations"])
+def test_defaults_are_the_bundled_policy_on_arithmetic(experiment):
+    settings = composed(experiment)
+    assert settings == schema.SCHEMAS[experiment](model=BASE, task=TaskConfig(name="arithmetic"))
+    validate(settings)
+    cells = training.plan(settings)
+    assert {cell.experiment for cell in cells} == {experiment}
+    assert all(cell.config["learning_rate"] == 1e-4 and cell.config["clip_norm"] == 1.0 for cell in cells)
+    assert len(cells) == {"train": 1, "group-size": 30, "budget": 90, "iterations": 30}[experiment]
+
+
+@pytest.mark.parametrize("experiment", ["train", "group-size", "budget", "iterations"])
+def test_a_tabular_policy_brings_its_task_family_and_optimiser(experiment):
+    settings = composed(experiment, "model=tabular")
+    assert (settings.model.family, settings.task.name) == ("curved", "bandit")
+    validate(settings)
+    cell = training.plan(settings)[0]
+    assert (cell.config["optimizer"], cell.config["clip_norm"], cell.config["prompt_pool"]) == ("sgd", None, None)
+    assert cell.config["replicates"] == 1000
+    assert "max_new_tokens" not in cell.config
+    assert composed("mse-eval", "model=tabular").model.family == "constant-norm"
+
+
+def test_equal_runs_have_equal_ids_in_every_sweep():
+    one = training.plan(GOOD)
+    other = training.plan(BudgetConfig(model=BASE, task=TaskConfig(name="arithmetic"), budgets=[256, 64]))
+    assert {cell.id for cell in one} < {cell.id for cell in other}
+    slower = training.plan(replace(GOOD, save_seconds=5.0, results_dir="elsewhere", threads=2))
+    assert [cell.id for cell in one] == [cell.id for cell in slower]
+    for changes in ({"learning_rate": 2e-4}, {"schedule": "cosine"}, {"prompt_pool": 50}, {"checkpoints": [7]}):
+        assert not {cell.id for cell in one} & {cell.id for cell in training.plan(replace(GOOD, **changes))}
+
+
+def test_seeds_are_outermost_so_that_an_interrupted_sweep_compares():
+    cells = training.plan(replace(GOOD, group_sizes=[2, 4], seeds=[5, 6]))
+    assert [(c.config["seed"], c.config["group_size"]) for c in cells] == [(5, 2), (5, 4), (6, 2), (6, 4)]
+    assert [c.config["predict"] for c in training.plan(replace(GOOD, group_sizes=[2], seeds=[0, 1]))] == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("iterations", "given", "wanted"),
+    [(100, None, [0, 10, 25, 50, 100]), (100, [7, 3], [3, 7, 100]), (0, None, [0]), (3, None, [0, 1, 3]), (5, [], [5])],
+)
+def test_checkpoints(iterations, given, wanted):
+    assert training.checkpoints(replace(GOOD, iterations=iterations, checkpoints=given)) == wanted
+
+
+def test_the_longest_gradient():
+    assert clip_norm(GOOD) == 1.0
+    assert clip_norm(replace(GOOD, clip_norm="0.5")) == 0.5
+    for config in (replace(GOOD, clip_norm=None), replace(GOOD, optimizer="sgd"), EXACT):
+        assert clip_norm(config) is None
+
+
+def test_the_text_of_a_variant_can_be_taken_apart():
+    cell = training.plan(replace(GOOD, schedule="cosine", prompt_order="epochs"))[0]
+    parts = variant.parse(variant.describe(cell.config))
+    assert parts["schedule"] == "cosine"
+    assert (parts["pool"], parts["order"], parts["iterations"]) == ("500", "epochs", "100")
+    assert variant.parse(variant.describe(training.plan(EXACT)[0].config))["pool"] == "all"
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"budget": 100, "group_sizes": [8]}, ["G=8 does not divide N=100", "valid G: 2, 4, 5, 10, 20, 25, 50, 100"]),
+        ({"budget": 1, "group_sizes": [2]}, ["valid G: none, take a larger budget"]),
+        ({"budget": 0}, ["budget=0"]),
+        ({"budget": 2**30}, ["budget=1073741824", "or less"]),
+        ({"group_sizes": [1, 2]}, ["G=1", "'grpo'", "G >= 2"]),
+        ({"group_sizes": []}, ["group_sizes is empty"]),
+        ({"iterations": -1}, ["iterations=-1", "0 or more"]),
+        ({"checkpoints": [101]}, ["n=101", "iterations=100"]),
+        ({"checkpoints": [-1]}, ["checkpoints: n=-1"]),
+        ({"checkpoints": [5, 5]}, ["more than once"]),
+        ({"seeds": []}, ["seeds is empty"]),
+        ({"seeds": [1, 1]}, ["more than once"]),
+        ({"predict_seeds": [0, 0]}, ["predict_seeds", "more than once"]),
+        ({"optimizer": "adam"}, ["'adam'", "did you mean 'adamw'"]),
+        ({"schedule": "linear"}, ["'linear'", "constant, inverse, cosine"]),
+        ({"learning_rate": -1.0}, ["learning_rate=-1.0"]),
+        ({"learning_rate": math.nan}, ["learning_rate=nan", "finite"]),
+        ({"learning_rate": 1e9}, ["learning_rate"]),
+        ({"warmup": -1}, ["warmup=-1"]),
+        ({"warmup": 101}, ["warmup=101", "iterations=100"]),
+        ({"weight_decay": -0.1}, ["weight_decay=-0.1"]),
+        ({"clip_norm": "0"}, ["clip_norm=0", "null for no clipping"]),
+        ({"clip_norm": "much"}, ["clip_norm=much"]),
+        ({"clip_norm": "nan"}, ["clip_norm=nan"]),
+        ({"prompt_pool": 0}, ["prompt_pool=0", "1 or more"]),
+        ({"prompt_pool": 5}, ["prompt_pool=5", "predict_seeds=[]"]),
+        ({"prompt_order": "random"}, ["'random'", "iid, epochs"]),
+        ({"eval_samples": 1}, ["eval_samples=1", "2 or more"]),
+        ({"log_every": 0}, ["log_every=0"]),
+        ({"save_seconds": -1.0}, ["save_seconds=-1.0"]),
+        ({"estimators": ["oracle"]}, ["oracle", "model=tabular"]),
+        ({"task": TaskConfig(name="arithmetic", split="train")}, ["task.split=train"]),
+        ({"model": None}, ["no model is named"]),
+    ],
+)
+def test_bad_values_are_refused_with_fact_value_and_remedy(changes, words):
+    with pytest.raises(UserError) as refused:
+        validate(replace(GOOD, **changes))
+    for word in words:
+        assert word in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"optimizer": "adamw"}, ["optimizer=adamw", "optimizer=sgd"]),
+        ({"weight_decay": 0.1}, ["weight_decay=0.1", "tabular"]),
+        ({"task": TaskConfig(name="bandit", num_questions=7)}, ["task.num_questions=7", "prompt_pool"]),
+        ({"task": TaskConfig(name="bandit", seed=7)}, ["task.seed=7"]),
+    ],
+)
+def test_what_a_tabular_policy_does_not_know_is_refused(changes, words):
+    validate(EXACT)
+    with pytest.raises(UserError) as refused:
+        validate(replace(EXACT, **changes))
+    for word in words:
+        assert word in str(refused.value)
+
+
+def test_budgets_of_the_budget_sweep_are_checked_one_by_one():
+    good = BudgetConfig(model=BASE, task=TaskConfig(name="arithmetic"))
+    validate(good)
+    for budgets, words in (
+        ([], "budgets is empty"),
+        ([64, 64], "more than once"),
+        ([64, 96], "G=64 does not divide N=96"),
+    ):
+        with pytest.raises(UserError, match=words):
+            validate(replace(good, budgets=budgets))
+
+
+def test_one_run_logs_every_iteration():
+    assert TrainConfig().log_every == 1
+    assert GOOD.log_every is None
