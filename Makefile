@@ -5,9 +5,9 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 RESULTS ?= results
 FIGURES ?= $(RESULTS)/figures
-POLICIES := bundled-base,bundled-instruct,bundled-icl
+POLICIES := base instruct icl
 
-.PHONY: reproduce test check figures bench clean install
+.PHONY: reproduce mse training test check figures bench clean install
 .DEFAULT_GOAL := reproduce
 
 install: $(STAMP)
@@ -20,10 +20,40 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev]'
 	@touch $@
 
-# The three policies on all cores, one process for each cell.
-reproduce: $(STAMP)
-	$(BIN)/grpo mse-eval -m hydra/launcher=joblib hydra.launcher.batch_size=1 model=$(POLICIES) methods=[components],[monte_carlo] results_dir=$(RESULTS)
-	$(BIN)/grpo plot mse --results $(RESULTS) --out $(FIGURES)
+# One process for each job, as many at once as there are cores.
+PARALLEL := -m hydra/launcher=joblib hydra.launcher.batch_size=1 results_dir=$(RESULTS)
+
+# SCALE=full: 20 seeds for each cell, a third budget, another schedule and a small pool of prompts.
+SCALE ?= small
+comma := ,
+ifeq ($(SCALE),small)
+SEEDS := seeds=[0],[1],[2],[3],[4]
+BUDGETS := 64,256
+else ifeq ($(SCALE),full)
+SEEDS := seeds=$(subst $() ,$(comma),$(patsubst %,[%],$(shell seq 0 19)))
+BUDGETS := 64,256,1024
+else
+$(error SCALE=$(SCALE) is unknown; use SCALE=small or SCALE=full)
+endif
+
+reproduce: $(STAMP) mse training
+	$(BIN)/grpo plot --results $(RESULTS) --out $(FIGURES) $(POLICIES:%=--model bundled-%)
+	$(BIN)/grpo plot --results $(RESULTS) --out $(FIGURES)/tabular --model tabular
+
+# Figure 4: the three policies.
+mse: $(STAMP)
+	$(BIN)/grpo mse-eval $(PARALLEL) model=$(subst $() ,$(comma),$(POLICIES:%=bundled-%)) methods=[components],[monte_carlo]
+
+# Figure 5, Table 2 and the best G against n: the bundled policy, and 1,000 runs of each cell on a tabular one.
+training: $(STAMP)
+	$(BIN)/grpo sweep budget $(PARALLEL) '$(SEEDS)' 'budgets=[$(BUDGETS)]'
+	$(BIN)/grpo sweep group-size $(PARALLEL) '$(SEEDS)'
+	$(BIN)/grpo sweep iterations $(PARALLEL) '$(SEEDS)'
+ifeq ($(SCALE),full)
+	$(BIN)/grpo sweep group-size $(PARALLEL) '$(SEEDS)' schedule=cosine
+	$(BIN)/grpo sweep group-size $(PARALLEL) '$(SEEDS)' prompt_pool=50
+endif
+	$(BIN)/grpo sweep budget $(PARALLEL) model=tabular seeds=[0] schedule=constant,inverse
 
 figures: $(STAMP)
 	$(BIN)/grpo plot --results $(RESULTS) --out $(FIGURES)

@@ -175,7 +175,8 @@ class TrainingConfig:
         gradient_memory_gib: Memory that the gradients behind the interval of G* may take.
         results_dir: Folder of the results.
         threads: Threads of torch; null takes one for a model of less than 5 M parameters, else torch's default.
-        save_seconds: Longest time of work that a kill may cost, plus one iteration.
+        save_seconds: Longest time of work that a kill may cost, plus one iteration; a state that takes long to write is
+            saved more seldom, so that this takes 5% of the time at most; 0 saves after every iteration.
         dry_run: Print the plan and its estimated cost, run nothing.
     """
 

@@ -10,10 +10,8 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
-import pandas as pd
 from jaxtyping import Float, Int
 from scipy.stats import t as student_t
 
@@ -367,68 +365,3 @@ def binomial_selection(
         runs=1,
         confidence=confidence,
     )
-
-
-RUN = ["seed", "replicate"]
-"""What names a run; null (a language model's replicate) is a value like any other."""
-
-
-def run_table(rows: pd.DataFrame) -> tuple[Float[np.ndarray, "runs groups"], tuple[int, ...]]:
-    """Arrange rows as paired runs.
-
-    Of a sweep that is still running, group sizes with less than half as many runs as the fullest one are left out,
-    then the runs that are missing at any other G.
-
-    Args:
-        rows: Rows of one metric, setting, budget and iteration (columns seed, replicate, group_size, value).
-
-    Returns:
-        Values by run (ascending seed and replicate) and group size, and the group sizes, ascending.
-
-    Raises:
-        UserError: Without rows, for a value that is not finite, for two values of one run, or where no run exists at
-            every G.
-    """
-    if rows.empty:
-        raise UserError("no rows to select a group size from; run a sweep over group_sizes first")
-    plain = pd.DataFrame({name: rows[name].astype("Int64").fillna(-1).astype("int64") for name in [*RUN, "group_size"]})
-    plain["value"] = rows["value"].astype(float)
-    for fault, wrong, remedy in (
-        ("is not finite", ~np.isfinite(plain["value"]), "leave that run out or run it again"),
-        ("is there twice", plain.duplicated([*RUN, "group_size"]), "select one metric, setting, budget and iteration"),
-    ):
-        if wrong.any():
-            first = plain[wrong].iloc[0]
-            where = ", ".join(f"{name}={int(first[name])}" for name in [*RUN, "group_size"] if first[name] >= 0)
-            raise UserError(f"the value of {where} {fault} ({int(wrong.sum())} such rows); {remedy}")
-    wide = plain.pivot(index=RUN, columns="group_size", values="value").sort_index(axis=0).sort_index(axis=1)
-    runs = wide.notna().sum()
-    common = wide.loc[:, runs >= runs.max() / 2].dropna()
-    if common.empty:
-        counts = ", ".join(f"G={size}: {number}" for size, number in runs.items())
-        raise UserError(f"no run (seed) exists at every group size ({counts}); run the same seeds at every group size")
-    return common.to_numpy(), tuple(int(size) for size in common.columns)
-
-
-def tables(rows: pd.DataFrame, metric: str, by: str) -> dict[Any, tuple[np.ndarray, tuple[int, ...]]]:
-    """Arrange one metric's rows as paired runs at each level.
-
-    Levels need not have the same runs. Equally many rows that are not of the same runs pair at random, which `shift`
-    resamples as what they are: independent.
-
-    Args:
-        rows: Rows of one setting.
-        metric: Name of the metric.
-        by: Column of the level, for example "iteration"; rows where it is null belong to none.
-
-    Returns:
-        `run_table` by level, ascending.
-
-    Raises:
-        UserError: For a metric without rows, and as `run_table` does.
-    """
-    chosen = rows[(rows["metric"] == metric) & rows[by].notna()]
-    if chosen.empty:
-        there = ", ".join(sorted(rows["metric"].unique())) or "none"
-        raise UserError(f"no rows of metric {metric} with a value of {by} (metrics there: {there}); name one of these")
-    return {level: run_table(group) for level, group in chosen.groupby(by, sort=True)}

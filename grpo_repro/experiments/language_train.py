@@ -119,7 +119,8 @@ class _Run:
         if iteration in config["checkpoints"] or (every is not None and iteration % every == 0):
             self._log(iteration)
         speed = (self.counts[0] - self.began[1]) / max(time.monotonic() - self.began[0], 1e-9)
-        what = f"iterations, reward {rewards.mean():.3f}, value {self.value:.3f}, {speed:,.0f} completions/s"
+        value = "" if np.isnan(self.value) else f", value {self.value:.3f}"
+        what = f"iterations, reward {rewards.mean():.3f}{value}, {speed:,.0f} completions/s"
         self.progress(iteration, config["iterations"], what)
 
     def _sample(self, prompts: list[list[int]], iteration: int) -> Rollout:

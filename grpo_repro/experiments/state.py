@@ -16,13 +16,16 @@ from grpo_repro.errors import ResultsError
 SECONDS = 60.0
 """Longest time of work that a kill may cost, plus one batch."""
 
+SHARE = 0.05
+"""Largest share of the time that goes into saving: large states are saved more seldom."""
+
 
 class Checkpoint:
     """Named states of one cell in its work folder."""
 
     def __init__(self, folder: Path, seconds: float = SECONDS) -> None:
         self.folder, self.seconds = folder, seconds
-        self._last = time.monotonic()
+        self._last, self._cost = time.monotonic(), 0.0
 
     def restore(self, name: str, blank: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return a saved state, or `blank` if there is none of the same form (the work is then done again)."""
@@ -41,10 +44,13 @@ class Checkpoint:
 
     def due(self) -> bool:
         """Tell whether the last time of saving is long enough ago."""
-        return time.monotonic() - self._last > self.seconds
+        if self.seconds == 0:
+            return True
+        return time.monotonic() - self._last > max(self.seconds, self._cost / SHARE)
 
     def save(self, name: str, state: dict[str, torch.Tensor]) -> None:
         """Write a state; it replaces the last one in one rename, so that a kill leaves one or the other."""
+        start = time.monotonic()
         temporary = self.folder / f".{name}.tmp"
         try:
             save_file({key: value.contiguous() for key, value in state.items()}, temporary)
@@ -57,6 +63,7 @@ class Checkpoint:
                 "(what was saved before is kept)"
             ) from error
         self._last = time.monotonic()
+        self._cost = self._last - start
 
     def save_sometimes(self, name: str, state: dict[str, torch.Tensor]) -> None:
         """Save if the last time is long enough ago."""

@@ -19,6 +19,7 @@ from grpo_repro import selection
 from grpo_repro.errors import UserError
 from grpo_repro.experiments import variant
 from grpo_repro.results import ResultsWarning
+from grpo_repro.run_tables import run_table
 from grpo_repro.selection import Selection
 from grpo_repro.stats import Interval
 
@@ -125,7 +126,7 @@ def choices(rows: pd.DataFrame, metric: str = "suboptimality_gap", confidence: f
         for _, part in own.groupby(["budget", "iteration"], sort=True):
             budget, iteration = int(part["budget"].iloc[0]), int(part["iteration"].iloc[0])
             try:
-                table, sizes = selection.run_table(part)
+                table, sizes = run_table(part)
             except UserError as error:
                 problems.append(f"{setting.model} {setting.task} at N = {budget}, n = {iteration}: {error}")
                 continue
@@ -146,7 +147,7 @@ def choices(rows: pd.DataFrame, metric: str = "suboptimality_gap", confidence: f
 
 
 def runs_of(rows: pd.DataFrame, sizes: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
-    """(seed, replicate) of the rows of `selection.run_table`; replicate -1 stands for none.
+    """(seed, replicate) of the rows of `run_tables.run_table`; replicate -1 stands for none.
 
     Args:
         rows: Rows of one metric at one setting, N and n.
