@@ -109,7 +109,8 @@ def typed(config: DictConfig) -> Any:
         settings.model = None
     else:
         if settings.model.kind == "tabular" and settings.model.family is None:
-            settings.model.family = settings.tabular_family
+            family, arguments = settings.tabular_family
+            settings.model.family, settings.model.family_args = family, arguments | settings.model.family_args
         # A shell passes \n as two characters, and a prompt with a literal backslash would be wrong without a sign.
         settings.model.template = settings.model.template.replace("\\n", "\n").replace("\\t", "\t")
     return settings

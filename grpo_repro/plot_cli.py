@@ -5,9 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from grpo_repro.errors import UserError
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 FORMATS = ("png", "pdf", "svg")
 
@@ -52,13 +55,7 @@ def draw(names: list[str], results: Path, out: Path, image_format: str, models: 
     if rows.empty:
         state = "holds no results" if results.is_dir() else "does not exist"
         raise UserError(f"{results} {state}; run `grpo mse-eval` first or name another folder with --results DIR")
-    strange = [model for model in models if model not in set(rows["model"])]
-    if strange:
-        raise UserError(
-            f"no results of model {strange[0]!r} in {results}; there are {', '.join(sorted(set(rows['model'])))}"
-        )
-    if models:
-        rows = rows[rows["model"].isin(list(models))]
+    rows = _only(rows, models, results)
     paths, empty = [], []
     for name in dict.fromkeys(names or figures):
         try:
@@ -76,6 +73,20 @@ def draw(names: list[str], results: Path, out: Path, image_format: str, models: 
     if not paths:
         raise UserError(f"no figure has data in {results}; run `grpo mse-eval` first")
     return paths
+
+
+def _only(rows: pd.DataFrame, models: Sequence[str], results: Path) -> pd.DataFrame:
+    """Keep some policies' rows; `tabular` names all of its families."""
+    import pandas as pd
+
+    kept = pd.Series(not models, index=rows.index)
+    for model in models:
+        named = (rows["model"] == model) | rows["model"].str.startswith(f"{model}:")
+        if not named.any():
+            known = ", ".join(sorted(set(rows["model"])))
+            raise UserError(f"no results of model {model!r} in {results}; there are {known}")
+        kept |= named
+    return rows[kept]
 
 
 def _save(figure: object, path: Path, beside: dict[str, str]) -> Path:

@@ -23,10 +23,12 @@ LABELS = [f"bundled-base N=8 G={group} seed {seed}" for seed in (0, 1) for group
 MIDDLE = 4
 
 WATCH = '''
-"""In every process: note each iteration of each cell, and fail or stop at one that is named."""
+"""In every process: note each iteration of each cell; fail at one that is named, or stand still there once."""
 import os, signal
 from pathlib import Path
 from grpo_repro.experiments import training
+
+stopped = Path(os.environ["WATCH_STOPPED"])
 
 def watched(cell, workdir, progress, run=training.run):
     def noted(done, total, what):
@@ -35,8 +37,8 @@ def watched(cell, workdir, progress, run=training.run):
             log.write(here + "\\n")
         if os.environ.get("WATCH_FAIL") == here:
             raise RuntimeError("out of memory")
-        if os.environ.get("WATCH_STOP") == here:
-            Path(os.environ["WATCH_STOPPED"]).touch()
+        if os.environ.get("WATCH_STOP") == here and not stopped.exists():
+            stopped.write_text(str(os.getpid()))
             signal.pause()
         progress(done, total, what)
     return run(cell, workdir, noted)
@@ -46,7 +48,7 @@ training.run = watched
 
 SLURM = {
     "sbatch": """
-cp "$1" "$SLURM_FAKE/script.sh"; env > "$SLURM_FAKE/env"
+cp "$1" "$SLURM_FAKE/script.sh"
 tasks=$(sed -n 's/^#SBATCH --array=0-\\([0-9]*\\)%.*/\\1/p' "$1")
 for task in $(seq 0 "$tasks"); do
   SLURM_JOB_ID=$((4242 + task)) SLURM_ARRAY_JOB_ID=4242 SLURM_ARRAY_TASK_ID=$task SLURM_NTASKS=1 \\
@@ -63,16 +65,20 @@ while [ "${1#--}" != "$1" ]; do
     *) shift;;
   esac
 done
-named() { echo "$1" | sed "s/%A/$SLURM_ARRAY_JOB_ID/; s/%a/$SLURM_ARRAY_TASK_ID/; s/%t/0/"; }
+named() { echo "$1" | sed "s/%A/$SLURM_ARRAY_JOB_ID/g; s/%a/$SLURM_ARRAY_TASK_ID/g; s/%t/0/g"; }
 export SLURM_PROCID=0 SLURM_LOCALID=0
+mkdir -p "$(dirname "$(named "$out")")"
 exec "$@" > "$(named "$out")" 2> "$(named "$err")"
 """,
     "sacct": """
 echo "JobID|State|NodeList"; echo "4242_0|RUNNING|node1"; echo "4242_1|RUNNING|node1"
 """,
+    "scontrol": """
+echo "$@" >> "$SLURM_FAKE/asked"
+setsid bash "$SLURM_FAKE/script.sh" < /dev/null > /dev/null 2>&1 &
+""",
     "scancel": "",
     "squeue": "",
-    "scontrol": "",
 }
 """What stands in for a cluster: jobs run here at once, with the variables that SLURM would set."""
 
@@ -87,7 +93,18 @@ class Sweep(Command):
         (hook / "sitecustomize.py").write_text(WATCH)
         self.log = hook / "log"
         self.log.touch()
-        self.environment |= {"PYTHONPATH": str(hook), "WATCH_LOG": str(self.log), "WATCH_STOPPED": str(hook / "stop")}
+        self.started: list[subprocess.Popen[str]] = []
+        self.stopped = hook / "stopped"
+        self.environment |= {"PYTHONPATH": str(hook), "WATCH_LOG": str(self.log), "WATCH_STOPPED": str(self.stopped)}
+
+    def start(self, *arguments, **environment):
+        self.started.append(super().start(*arguments, **environment))
+        return self.started[-1]
+
+    def kill(self, process):
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        assert process.returncode == -signal.SIGKILL
 
     def rows(self):
         """Bytes of every cell's rows by cell id; whatever else is left in the results folder is an error."""
@@ -106,7 +123,7 @@ class Sweep(Command):
         """Start the sweep and wait until it stands still in the middle of a cell."""
         process = self.start(*SWEEP, *arguments, WATCH_STOP=f"{label}: {MIDDLE}")
         deadline = time.monotonic() + 100
-        while not (self.folder / "hook" / "stop").exists():
+        while not (self.stopped.exists() and self.stopped.read_text()):
             assert process.poll() is None and time.monotonic() < deadline, process.communicate(timeout=1)
             time.sleep(0.02)
         return process
@@ -114,7 +131,11 @@ class Sweep(Command):
 
 @pytest.fixture
 def sweep(tmp_path):
-    return Sweep(tmp_path)
+    made = Sweep(tmp_path)
+    yield made
+    for process in made.started:
+        if process.poll() is None:
+            made.kill(process)
 
 
 @pytest.fixture(scope="module")
@@ -154,44 +175,45 @@ def test_ray_gives_the_rows_of_one_process(sweep, plain):
     assert sweep.times_run() == [[1, 1, 1, 1]] * 2
 
 
-def test_slurm_gets_the_job_that_was_asked_for_and_gives_the_rows_of_one_process(sweep, plain):
-    fake = sweep.folder / "slurm"
-    fake.mkdir()
+def slurm(folder):
+    """Environment in which a cluster seems to be there."""
+    folder.mkdir()
     for name, script in SLURM.items():
-        (fake / name).write_text("#!/bin/bash\n" + script)
-        (fake / name).chmod(0o755)
+        (folder / name).write_text("#!/bin/bash\n" + script)
+        (folder / name).chmod(0o755)
+    return {"SLURM_FAKE": str(folder), "PATH": f"{folder}:{os.environ['PATH']}"}
+
+
+def test_slurm_gets_the_job_that_was_asked_for_and_a_preempted_job_goes_on(sweep, plain):
+    fake = sweep.folder / "slurm"
+    sweep.environment |= slurm(fake)
     asked = ["partition=gpu", "gpus_per_node=1", "timeout_min=90", "cpus_per_task=4", "mem_gb=16", "account=lab"]
     settings = [f"hydra.launcher.{item}" for item in asked]
-    run = subprocess.run(
-        [sys.executable, "-m", "grpo_repro.cli", *SWEEP, "-m", "--json", "seeds=[0],[1]",
-         "hydra/launcher=submitit_slurm", *settings],
-        cwd=sweep.folder, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=120,
-        env=sweep.environment | {"SLURM_FAKE": str(fake), "PATH": f"{fake}:{os.environ['PATH']}"},
-    )  # fmt: skip
+    process = sweep.stop_at(LABELS[1], "-m", "--json", "seeds=[0],[1]", "hydra/launcher=submitit_slurm", *settings)
     lines = (fake / "script.sh").read_text().splitlines()
     options = dict(line.removeprefix("#SBATCH --").split("=", 1) for line in lines if line.startswith("#SBATCH "))
     expected = {
-        "partition": "gpu",
-        "gpus-per-node": "1",
-        "time": "90",
-        "cpus-per-task": "4",
-        "mem": "16GB",
-        "account": "lab",
-        "nodes": "1",
-        "ntasks-per-node": "1",
-        "array": "0-1%2",
-    }
+        "partition": "gpu", "gpus-per-node": "1", "time": "90", "cpus-per-task": "4", "mem": "16GB", "account": "lab",
+        "nodes": "1", "ntasks-per-node": "1", "array": "0-1%2", "signal": "USR2@120",
+    }  # fmt: skip
     assert {key: options.get(key) for key in expected} == expected
     # Every machine of a cluster sees the results folder, and only that.
     assert options["output"].startswith(str(sweep.folder / "results" / ".launch"))
     (command,) = [line for line in lines if line.startswith("srun ")]
-    assert f"{sys.executable} -u -m submitit.core._submit" in command
-    succeeded(run, sweep.rows(), plain)
+    assert f"{sys.executable} -u -m submitit.core._submit {sweep.folder / 'results' / '.launch'}" in command
+
+    os.kill(int(sweep.stopped.read_text()), signal.SIGUSR2)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert json.loads(out)["rows"] == 48
+    assert (fake / "asked").read_text() == "requeue 4242_0\n"
+    assert sweep.rows() == plain
+    # Only the iteration in which it was stopped was begun again.
+    assert sweep.times_run() == [[1, 1, 1, 1]] * 2
 
 
-@pytest.mark.parametrize("launcher", ["basic", "joblib"])
-def test_a_cell_that_fails_is_reported_at_once_and_the_rest_goes_on(sweep, plain, launcher):
-    arguments = [*SWEEP, "-m", "--json", "seeds=[0],[1]", f"hydra/launcher={launcher}"]
+def test_a_cell_that_fails_is_reported_at_once_and_the_rest_goes_on(sweep, plain):
+    arguments = [*SWEEP, "-m", "--json", "seeds=[0],[1]", "hydra/launcher=joblib"]
     run = sweep(*arguments, WATCH_FAIL=f"{LABELS[0]}: {MIDDLE}")
     assert run.returncode == 1, run.stderr
     assert TRACEBACK not in run.stderr
@@ -228,12 +250,9 @@ def test_one_of_two_processes_is_killed_and_the_other_finishes_its_cell(sweep, p
     victim = sweep.stop_at(LABELS[1], "seeds=[0,1]")
     other = sweep.start(*SWEEP, "seeds=[0,1]", "--json")
     waiting = f"{LABELS[1]}: another process is running it; waiting for it\n"
-    for line in other.stderr:
-        if line == waiting:
-            break
+    assert waiting in iter(other.stderr.readline, "")
     assert other.poll() is None
-    os.killpg(victim.pid, signal.SIGKILL)
-    victim.communicate()
+    sweep.kill(victim)
     out, err = other.communicate(timeout=120)
     assert other.returncode == 0, err
     assert json.loads(out)["rows"] == 48
@@ -243,9 +262,7 @@ def test_one_of_two_processes_is_killed_and_the_other_finishes_its_cell(sweep, p
 
 def test_a_killed_sweep_goes_on_from_where_it_was(sweep, plain):
     victim = sweep.stop_at(LABELS[1], "seeds=[0,1]")
-    os.killpg(victim.pid, signal.SIGKILL)
-    victim.communicate()
-    assert victim.returncode == -signal.SIGKILL
+    sweep.kill(victim)
     (first,) = (sweep.folder / "results" / "group-size").glob("*/metrics.parquet")
     before = first.stat().st_mtime_ns
     sweep.log.write_text("")

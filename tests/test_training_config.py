@@ -43,13 +43,17 @@ def test_defaults_are_the_bundled_policy_on_arithmetic(experiment):
 @pytest.mark.parametrize("experiment", ["train", "group-size", "budget", "iterations"])
 def test_a_tabular_policy_brings_its_task_family_and_optimiser(experiment):
     settings = composed(experiment, "model=tabular")
-    assert (settings.model.family, settings.task.name) == ("curved", "bandit")
+    assert (settings.model.family, settings.model.family_args) == ("curved", {"asymmetry": 0.4})
+    assert settings.task.name == "bandit"
     validate(settings)
     cell = training.plan(settings)[0]
     assert (cell.config["optimizer"], cell.config["clip_norm"], cell.config["prompt_pool"]) == ("sgd", None, None)
     assert cell.config["replicates"] == 1000
     assert "max_new_tokens" not in cell.config
+    assert cell.config["model"]["name"] == "tabular:curved(asymmetry=0.4)"
     assert composed("mse-eval", "model=tabular").model.family == "constant-norm"
+    other = composed(experiment, "model=tabular", "model.family=three-actions").model
+    assert (other.family, other.family_args) == ("three-actions", {})
 
 
 def test_equal_runs_have_equal_ids_in_every_sweep():

@@ -11,8 +11,10 @@ import pandas as pd
 import pytest
 from training_rows import SIZES, artist, gids, runs, values
 
-from grpo_repro import paper, selection, stats
+from grpo_repro import paper, selection, stats, ustat
 from grpo_repro.plots import FIGURES, TEXTS, comparisons, table2, training_data, universality
+from grpo_repro.plots.training_data import predicted_sizes
+from grpo_repro.stats import Interval
 
 # -- table 2
 
@@ -127,3 +129,16 @@ def test_sentences_are_in_the_caption_and_in_the_file():
 def test_nothing_to_compare_is_said():
     text = universality.draw(runs(steps=(40,))).get_label()
     assert "No test: it needs results at two checkpoints" in text and comparisons.universality(runs(steps=(40,))) == []
+
+
+@pytest.mark.parametrize(
+    ("star", "named"),
+    [((3.0, 3.0, 3.0), (4,)), ((2.2, 2.0, 2.4), (2,)), ((6.0, 3.0, np.inf), (4, 8, 16)), ((5.0, np.nan, np.nan), (4,))],
+)
+def test_the_prediction_names_the_least_error_of_the_grid(star, named):
+    """G* = 3: c3 = 4 c1, so that N times the error is 2 + 4 = 6, 4 + 4/3, 8 + 4/7, ... c1."""
+    assert predicted_sizes(Interval(*star), (2, 4, 8, 16)) == named
+    for size in (2, 4, 8, 16):
+        c1, c3 = 1.0, (star[0] - 1) ** 2
+        best = min((2, 4, 8, 16), key=lambda g: ustat.minibatch_mse(c1, 0.0, c3, 64 // g, g))
+        assert (size == best) == (size in predicted_sizes(Interval(star[0], star[0], star[0]), (2, 4, 8, 16)))

@@ -7,7 +7,7 @@ that one of them has finished is not run again for another.
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +50,7 @@ def plan(config: TrainingConfig) -> list[Cell]:
         from grpo_repro.experiments.tabular_train import check
 
         check(model)
-        state = {}
+        model, state = replace(model, name=_tabular_name(model)), {}
     else:
         from grpo_repro.fingerprint import model_fingerprint
 
@@ -62,6 +62,12 @@ def plan(config: TrainingConfig) -> list[Cell]:
         for estimator in config.estimators
         for group in config.group_sizes
     ]
+
+
+def _tabular_name(model: ModelConfig) -> str:
+    """Name a tabular policy after its family and arguments: figures must not take two of them for one."""
+    arguments = ", ".join(f"{key}={value}" for key, value in sorted(model.family_args.items()))
+    return f"{model.name}:{model.family}" + (f"({arguments})" if arguments else "")
 
 
 def _cell(config: TrainingConfig, model: ModelConfig, own: dict[str, Any]) -> Cell:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from grpo_repro.plots import size_panel
 from grpo_repro.plots import training_names as names
 from grpo_repro.plots.size_grid import Grid
-from grpo_repro.plots.training_data import Choice
+from grpo_repro.plots.training_data import Choice, agreement
 
 
 def caption_of(shown: Grid, what: str, lighter: dict[Choice, dict[int, float]] | None = None) -> str:
@@ -70,6 +70,8 @@ def _panel(choice: Choice, digits: int, lighter: dict[int, float]) -> str:
     where = {"start": "at the initial policy", "now": f"at n = {choice.iteration}"}
     for name, interval in size_panel.predictions(choice).items():
         text.append(f"predicted G* {where[name]} {names.interval(interval, 2)}")
+    if agreement(choice):
+        text.append(agreement(choice))
     if lighter:
         greedy = ", ".join(f"{names.short(value, digits)} at G = {size}" for size, value in lighter.items())
         text.append(f"greedy {greedy}")

@@ -185,6 +185,42 @@ def predicted(rows: pd.DataFrame) -> Interval | None:
     return Interval(value, low, high)
 
 
+def predicted_sizes(star: Interval, sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """Group sizes of a grid that the theory names for a G* within its interval.
+
+    At fixed N = B G the error is c1 G + c3/(G - 1) up to constants, and c3/c1 = (G* - 1)^2: so the best one of a grid
+    minimises G + (G* - 1)^2 / (G - 1), and is the last one where G* is infinite.
+
+    Args:
+        star: G* with its interval.
+        sizes: The grid, ascending, at least 2.
+    """
+
+    def best(value: float) -> int:
+        if not np.isfinite(value):
+            return len(sizes) - 1
+        return int(np.argmin([size + (value - 1) ** 2 / (size - 1) for size in sizes]))
+
+    low, high = (star.value if np.isnan(end) else end for end in (star.low, star.high))
+    return sizes[best(low) : best(high) + 1]
+
+
+def agreement(choice: Choice) -> str:
+    """Say whether the runs contradict the prediction at their n; empty where there is none.
+
+    They do if no group size that the prediction names may be the best of training.
+    """
+    star = choice.predicted or choice.predicted_at_start
+    sizes = choice.selection.group_sizes
+    if star is None or np.isnan(star.value) or sizes[0] < 2:
+        return ""
+    named = predicted_sizes(star, sizes)
+    apart = not set(named) & set(choice.selection.indistinguishable)
+    return f"on this grid the prediction names G = {', '.join(map(str, named))}: " + (
+        "the runs contradict it" if apart else "the runs do not contradict it"
+    )
+
+
 def _is(rows: pd.DataFrame, setting: Setting) -> pd.Series:
     same = pd.Series(True, index=rows.index)
     for name in ("model", "task", "estimator", "method"):

@@ -6,7 +6,7 @@ import pandas as pd
 
 from grpo_repro.plots import training_names as names
 from grpo_repro.plots.comparisons import Comparison, comparisons
-from grpo_repro.plots.training_data import choices
+from grpo_repro.plots.training_data import agreement, choices
 
 
 def texts(rows: pd.DataFrame) -> dict[str, str]:
@@ -67,5 +67,5 @@ def _points(one: Comparison) -> list[str]:
         for interval, where in ((choice.predicted, "there"), (choice.predicted_at_start, "at the initial policy")):
             if interval is not None:
                 text += f"; predicted G* {where} {names.interval(interval, 2)}"
-        lines.append(text + ".")
+        lines.append("; ".join(part for part in (text, agreement(choice)) if part) + ".")
     return lines

@@ -64,10 +64,10 @@ def load(task_config: TaskConfig, model_config: ModelConfig | None = None) -> Ba
     best = policy.reward_probs.argmax(axis=1)
     contexts = tabular.sample_contexts(policy, task_config.num_questions, np.random.default_rng(task_config.seed))
     questions = [Question(str(i), f"context {x}", str(best[x]), policy.family.name) for i, x in enumerate(contexts)]
-    return BanditTask(policy, contexts, questions, _hash(policy.family))
+    return BanditTask(policy, contexts, questions, family_hash(policy.family))
 
 
-def _hash(family: Any) -> str:
+def family_hash(family: Any) -> str:
     """Hash what the contexts and rewards are, so that a manifest tells two families apart."""
     digest = hashlib.sha256(family.name.encode())
     for array in (
