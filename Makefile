@@ -53,7 +53,8 @@ ifeq ($(SCALE),full)
 	$(BIN)/grpo sweep group-size $(PARALLEL) '$(SEEDS)' schedule=cosine
 	$(BIN)/grpo sweep group-size $(PARALLEL) '$(SEEDS)' prompt_pool=50
 endif
-	$(BIN)/grpo sweep budget $(PARALLEL) model=tabular seeds=[0] schedule=constant,inverse
+	$(BIN)/grpo sweep budget $(PARALLEL) model=tabular 'budgets=[64],[256],[1024]'
+	$(BIN)/grpo sweep budget $(PARALLEL) model=tabular 'budgets=[64],[256],[1024]' schedule=inverse learning_rate=40
 
 figures: $(STAMP)
 	$(BIN)/grpo plot --results $(RESULTS) --out $(FIGURES)

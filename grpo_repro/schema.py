@@ -152,7 +152,8 @@ class TrainingConfig:
         iterations: Updates of a run.
         checkpoints: Iterations n at which the policy is evaluated, 0 being the initial one; null takes 0, a tenth, a
             quarter, a half and all of the iterations.
-        seeds: One run for each; runs of one seed at several G share their questions and their test's randomness.
+        seeds: One run for each; runs of one seed at several G share their questions and their test's randomness. Null
+            is five seeds for language models and one for tabular policies, whose cells hold many runs.
         replicates: Tabular: independent runs in each cell.
         optimizer: `adamw` or `sgd`; `auto` is adamw for language models and sgd for tabular policies.
         learning_rate: Its rate beta; null is 1e-4 for adamw, 1 for sgd.
@@ -190,7 +191,7 @@ class TrainingConfig:
     group_sizes: list[int] = field(default_factory=lambda: [2, 4, 8, 16, 32, 64])
     iterations: int = 100
     checkpoints: list[int] | None = None
-    seeds: list[int] = field(default_factory=lambda: [0, 1, 2, 3, 4])
+    seeds: list[int] | None = None
     replicates: int = 1000
     optimizer: str = "auto"
     learning_rate: float | None = None
@@ -223,7 +224,7 @@ class TrainConfig(TrainingConfig):
 
     budget: int = 256
     group_sizes: list[int] = field(default_factory=lambda: [8])
-    seeds: list[int] = field(default_factory=lambda: [0])
+    seeds: list[int] | None = field(default_factory=lambda: [0])
     predict_seeds: list[int] = field(default_factory=list)
     log_every: int | None = 1
 

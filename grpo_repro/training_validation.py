@@ -23,6 +23,13 @@ def budgets(config: TrainingConfig) -> list[int]:
     return config.budgets if isinstance(config, BudgetConfig) else [config.budget]  # type: ignore[attr-defined]
 
 
+def seeds(config: TrainingConfig) -> list[int]:
+    """The seeds that a configuration asks for."""
+    if config.seeds is not None:
+        return config.seeds
+    return [0] if config.model is not None and config.model.kind == "tabular" else [0, 1, 2, 3, 4]
+
+
 def validate_training(config: TrainingConfig) -> None:
     """Check the values of a training configuration.
 

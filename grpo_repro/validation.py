@@ -53,7 +53,8 @@ def validate(config: MseEvalConfig | TrainingConfig) -> None:
     check_names("estimators", config.estimators, ESTIMATORS)
     check_name("sampler", config.sampler, SAMPLERS)
     _group_sizes(config)
-    check_seeds("seeds", config.seeds)
+    if config.seeds is not None:
+        check_seeds("seeds", config.seeds)
     between("completions_per_prompt", config.completions_per_prompt, 4, "its variances need four")
     between("replicates", config.replicates, 3, "an interval needs three")
     between("max_new_tokens", config.max_new_tokens, 1)

@@ -213,8 +213,8 @@ def test_slurm_gets_the_job_that_was_asked_for_and_a_preempted_job_goes_on(sweep
 
 
 def test_a_cell_that_fails_is_reported_at_once_and_the_rest_goes_on(sweep, plain):
-    arguments = [*SWEEP, "-m", "--json", "seeds=[0],[1]", "hydra/launcher=joblib"]
-    run = sweep(*arguments, WATCH_FAIL=f"{LABELS[0]}: {MIDDLE}")
+    arguments = ["-m", "--json", "seeds=[0],[1]"]
+    run = sweep(*SWEEP, *arguments, "hydra/launcher=joblib", WATCH_FAIL=f"{LABELS[0]}: {MIDDLE}")
     assert run.returncode == 1, run.stderr
     assert TRACEBACK not in run.stderr
     found = json.loads(run.stdout)
@@ -227,7 +227,7 @@ def test_a_cell_that_fails_is_reported_at_once_and_the_rest_goes_on(sweep, plain
     assert reported < next_done
     done = {path.parent.name for path in (sweep.folder / "results" / "group-size").glob("*/metrics.parquet")}
     assert done == set(plain) - {failed}
-    again = sweep(*arguments)
+    again = sweep(*SWEEP, *arguments)
     succeeded(again, sweep.rows(), plain)
     # The cell went on behind the last iteration that it had saved, and no other cell was run again.
     assert sweep.times_run() == [[1, 1, 1, 1]] * 2

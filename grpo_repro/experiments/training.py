@@ -17,7 +17,7 @@ from grpo_repro.cells import Cell, Estimate, Progress
 from grpo_repro.config import SCHEMAS, ModelConfig
 from grpo_repro.experiments.mse_eval import named
 from grpo_repro.schema import TrainingConfig
-from grpo_repro.training_validation import budgets, clip_norm, optimizer
+from grpo_repro.training_validation import budgets, clip_norm, optimizer, seeds
 
 SHARE_CELLS = ("group-size", "iterations", "budget")
 """Experiments whose cells are the same runs."""
@@ -57,7 +57,7 @@ def plan(config: TrainingConfig) -> list[Cell]:
         state = {"weights": model_fingerprint(model)}
     return [
         _cell(config, model, {"seed": seed, "budget": budget, "estimator": estimator, "group_size": group} | state)
-        for seed in config.seeds
+        for seed in seeds(config)
         for budget in budgets(config)
         for estimator in config.estimators
         for group in config.group_sizes
