@@ -1,6 +1,8 @@
 """Run every benchmark, print a table, write `benchmarks/results.json`.
 
-python -m benchmarks [sampling|score_norms|interval_width]...
+python -m benchmarks [sampling|score_norms|interval_width|training]...
+
+`training` needs the extra `bench`; without it, it is left out, or is an error if it was asked for by name.
 """
 
 from __future__ import annotations
@@ -13,9 +15,13 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import interval_width, sampling, score_norms
+from benchmarks import interval_width, sampling, score_norms, training
+from benchmarks.common import Result, Skipped
 
-BENCHMARKS = {"sampling": sampling.run, "score_norms": score_norms.run, "interval_width": interval_width.run}
+BENCHMARKS = {
+    "sampling": sampling.run, "score_norms": score_norms.run, "interval_width": interval_width.run,
+    "training": training.run,
+}  # fmt: skip
 
 
 def main(names: list[str]) -> None:
@@ -24,7 +30,14 @@ def main(names: list[str]) -> None:
     unknown = sorted(set(names) - set(BENCHMARKS))
     if unknown:
         sys.exit(f"unknown benchmark {', '.join(unknown)}; known: {', '.join(BENCHMARKS)}")
-    results = [line for name in names or BENCHMARKS for line in BENCHMARKS[name]()]
+    results: list[Result] = []
+    for name in names or BENCHMARKS:
+        try:
+            results += BENCHMARKS[name]()
+        except Skipped as reason:
+            print(f"{name} left out: {reason}", file=sys.stderr)
+            if names:
+                sys.exit(2)
     table = Table(title="ratio: theirs / ours for times, ours / theirs for memory and widths")
     for column in ("benchmark", "ours", "theirs", "ratio", "target"):
         table.add_column(column, justify="left" if column == "benchmark" else "right")

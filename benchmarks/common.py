@@ -15,6 +15,10 @@ from grpo_repro.tasks import load_task
 DEMONSTRATIONS = "12+7=19\n20+3-15=8\n14*3=42\n24/6=4\n15-(10+9)=-4\n"
 
 
+class Skipped(Exception):
+    """A benchmark cannot run here; the message says what it lacks."""
+
+
 @dataclass(frozen=True)
 class Result:
     """One line of `results.json`.

@@ -19,6 +19,10 @@ class ResultsError(UserError):
     """The results folder cannot be used (a file, read-only, full disk): no further cell can succeed."""
 
 
+class NotFinite(UserError):
+    """A policy's logits are not finite."""
+
+
 class RunError(Exception):
     """A run failed for a reason that is not the configuration's; the command exits with status 1."""
 

@@ -59,7 +59,8 @@ def launch(experiment: str, overrides: list[str], flags: Flags) -> Outcome | Non
         KeyboardInterrupt: If it was interrupted before any job had an outcome.
     """
     check_overrides(overrides)
-    overrides = [_free(item) for item in overrides]
+    # The name that a cluster's queue shows; a user's own comes later and wins.
+    overrides = [f"hydra.job.name=grpo-{experiment}", *map(_free, overrides)]
     if flags.cfg is not None:
         if flags.multirun:
             raise UserError("--cfg prints one configuration and --multirun runs many; use one of the two")

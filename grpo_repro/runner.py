@@ -182,6 +182,8 @@ def _run_cell(module: Experiment, cell: Cell, outcome: Outcome, reporter: Report
         except ResultsError:
             raise
         except Exception as error:
+            if type(error).__name__ == "UncompletedJobError":
+                raise  # a cluster's time limit: submitit raises it wherever the work is, and the cell is not to blame
             _fail(cell, error, outcome, reporter, workdir)
     return True
 

@@ -237,6 +237,14 @@ def test_a_reward_that_is_not_finite_is_one_message(model_dir, tmp_path, monkeyp
         training.run(cell_of(model_dir), made(tmp_path / "work"), quiet)
 
 
+def test_divergence_is_one_message_that_names_the_iteration_and_the_rate(model_dir, tmp_path):
+    cell = cell_of(model_dir, learning_rate=1e6, weight_decay=1e6, iterations=6)
+    with pytest.raises(
+        UserError, match=r"diverged at iteration \d.* lower learning_rate=1e\+06 or weight_decay=1e\+06"
+    ):
+        training.run(cell, made(tmp_path / "work"), quiet)
+
+
 def test_no_iterations_evaluate_the_initial_policy(model_dir, tmp_path):
     rows, _ = training.run(cell_of(model_dir, iterations=0, checkpoints=None), made(tmp_path / "work"), quiet)
     assert set(rows["iteration"]) == {0}

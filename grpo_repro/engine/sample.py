@@ -17,7 +17,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from grpo_repro.engine.attention import GroupedCache, extend, prefill
-from grpo_repro.errors import UserError
+from grpo_repro.errors import NotFinite, UserError
 from grpo_repro.policies.causal_lm import CausalLM
 
 
@@ -183,7 +183,7 @@ def _decode(
     for step in range(length):
         log_probs = torch.log_softmax(logits.float() / temperature, -1)
         if not torch.isfinite(log_probs.amax()):
-            raise UserError("the model's logits are not finite; check its weights and dtype (try float32)")
+            raise NotFinite("the model's logits are not finite; check its weights and dtype (try float32)")
         token = state.accept(log_probs, u, step)
         if step + 1 == length or len(state.alive) == 0:
             break

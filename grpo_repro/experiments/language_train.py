@@ -17,7 +17,7 @@ from grpo_repro.cells import Cell, Estimate, Progress, cell_rng
 from grpo_repro.engine.check import self_check
 from grpo_repro.engine.sample import Rollout, sample, uniforms
 from grpo_repro.engine.update import Learner
-from grpo_repro.errors import UserError
+from grpo_repro.errors import NotFinite, UserError
 from grpo_repro.estimators import ESTIMATORS
 from grpo_repro.experiments.evaluation import PREDICTION_QUESTIONS, Examination, Record
 from grpo_repro.experiments.language_mse import SAMPLED_AT_ONCE, SMALL_MODEL
@@ -38,10 +38,18 @@ def run(cell: Cell, workdir: Path, progress: Progress) -> tuple[pd.DataFrame, di
     training = _Run.start(cell, workdir, progress)
     last = cell.config["iterations"]
     for iteration in range(training.done + 1, last + 1):
-        if iteration > 0:
-            training.update(iteration)
-        if iteration in cell.config["checkpoints"]:
-            training.evaluate(iteration)
+        try:
+            if iteration > 0:
+                training.update(iteration)
+            if iteration in cell.config["checkpoints"]:
+                training.evaluate(iteration)
+        except NotFinite as error:
+            if iteration < 1:
+                raise
+            raise UserError(
+                f"training has diverged at iteration {iteration}: the policy's logits are not finite; lower "
+                f"learning_rate={cell.config['learning_rate']:g} or weight_decay={cell.config['weight_decay']:g}"
+            ) from error
         training.done = iteration
         training.save_sometimes()
     return training.frame(), training.extras()
