@@ -107,7 +107,7 @@ class Alternate(TrainerCallback):
         rewards = (tokens.sum(-1) % 2).double().numpy()
         whole = torch.ones_like(tokens, dtype=torch.bool)
         rollout = Rollout(tokens, whole, torch.zeros(tokens.shape), whole[..., 0])
-        encoded = [policy.encode(text) for text in texts]
+        encoded = [policy.tokenizer(text)["input_ids"] for text in texts]  # the texts are whole prompts already
         with self.ours.learner._trainable():
             accumulate_gradient(policy, encoded, rollout, rewards - rewards.mean(1, keepdims=True))
         ours, theirs = (
