@@ -54,7 +54,7 @@ ifeq ($(SCALE),full)
 	$(BIN)/grpo sweep group-size $(PARALLEL) '$(SEEDS)' prompt_pool=50
 endif
 	$(BIN)/grpo sweep budget $(PARALLEL) model=tabular 'budgets=[64],[256],[1024]'
-	$(BIN)/grpo sweep budget $(PARALLEL) model=tabular 'budgets=[64],[256],[1024]' schedule=inverse learning_rate=40
+	$(BIN)/grpo sweep budget $(PARALLEL) model=tabular 'budgets=[64],[256],[1024]' schedule=inverse learning_rate=20
 
 figures: $(STAMP)
 	$(BIN)/grpo plot --results $(RESULTS) --out $(FIGURES)

@@ -25,7 +25,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "group-size": (
         "grpo sweep group-size --dry-run",
         "grpo sweep group-size 'group_sizes=[4,8,16]' budget=1024 'seeds=[0,1,2,3,4]'",
-        "grpo sweep group-size model=tabular 'group_sizes=[2,4,8,16]' schedule=inverse learning_rate=4",
+        "grpo sweep group-size model=tabular 'group_sizes=[2,4,8,16]' schedule=inverse learning_rate=20",
         "grpo sweep group-size -m 'seeds=[0],[1],[2],[3]' hydra/launcher=joblib",
     ),
     "budget": (

@@ -123,6 +123,8 @@ def _bad_value(text: str, known: list[str]) -> str | None:
     where = override.group(1) if override else key.group(1) if key else ""
     wanted = re.search(r"could not be converted to (\w+)", text)
     remedy = f"; give {_articles(wanted.group(1))}" if wanted else ""
+    if "family_args" in where:
+        return f"bad value {where}: {found.group(1).strip()}; give them one by one: model.family_args.KEY=VALUE"
     if "is not a ListConfig" in text or "with ListConfig" in text:
         remedy = f"; give a list: '{where.partition('=')[0]}=[...]'"
     return f"bad value {where}: {found.group(1).strip()}{remedy}"

@@ -8,7 +8,7 @@ import sys
 from typing import Any
 
 from grpo_repro.config import EXPERIMENTS
-from grpo_repro.outcome import Outcome
+from grpo_repro.outcome import INTERRUPTED, Outcome
 
 
 def print_outcome(outcome: Outcome, as_json: bool, sweep: bool = False) -> None:
@@ -50,6 +50,8 @@ def as_dict(outcome: Outcome) -> dict[str, Any]:
         found["failures"] = outcome.failures
     if outcome.error is not None:
         found["error"] = outcome.error
+    elif outcome.status == INTERRUPTED:
+        found["error"] = "interrupted; the same command resumes"
     return found
 
 

@@ -27,6 +27,8 @@ def pack(
     """
     from grpo_repro import reuse
 
+    for experiment in experiments:
+        reuse.finished(results, experiment)
     for experiment in dict.fromkeys(experiments):
         count = reuse.pack(results, out, experiment)
         print(f"{out / experiment}: {count} cells")

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from grpo_repro.cells import Cell
-from grpo_repro.errors import ResultsError, UserError, cannot_write
+from grpo_repro.errors import ResultsError, UserError
 from grpo_repro.results import PACKED, SCHEMA, cell_path, finished_cells, is_finished, write_cell, write_table
 
 MANIFESTS = "manifests.jsonl"
@@ -65,9 +65,7 @@ def pack(results_dir: Path, out: Path, experiment: str) -> int:
     Raises:
         UserError: If there are none, or the files cannot be written.
     """
-    paths = finished_cells(results_dir, experiment)
-    if not paths:
-        raise UserError(f"no finished cells of {experiment} in {results_dir}; run it first, or name another folder")
+    paths = finished(results_dir, experiment)
     table = pa.concat_tables([pq.read_table(path / "metrics.parquet", schema=SCHEMA) for path in paths])
     lines = [json.dumps(json.loads((path / "manifest.json").read_text()) | _config(path)) for path in paths]
     folder = out / experiment
@@ -75,9 +73,23 @@ def pack(results_dir: Path, out: Path, experiment: str) -> int:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / MANIFESTS).write_text("\n".join(lines) + "\n")
     except OSError as error:
-        raise cannot_write(folder, error) from error
+        raise UserError(
+            f"cannot write {folder}: {error.strerror or error}; name another folder with --out DIR"
+        ) from error
     write_table(table, folder / PACKED)
     return len(paths)
+
+
+def finished(results_dir: Path, experiment: str) -> list[Path]:
+    """Return the folders of an experiment's finished cells.
+
+    Raises:
+        UserError: If there are none.
+    """
+    paths = finished_cells(results_dir, experiment)
+    if not paths:
+        raise UserError(f"no finished cells of {experiment} in {results_dir}; run it first, or name another folder")
+    return paths
 
 
 def _config(path: Path) -> dict[str, Any]:

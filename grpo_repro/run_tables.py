@@ -34,7 +34,11 @@ def run_table(rows: pd.DataFrame) -> tuple[Float[np.ndarray, "runs groups"], tup
     plain["value"] = rows["value"].astype(float)
     for fault, wrong, remedy in (
         ("is not finite", ~np.isfinite(plain["value"]), "leave that run out or run it again"),
-        ("is there twice", plain.duplicated([*RUN, "group_size"]), "select one metric, setting, budget and iteration"),
+        (
+            "is there twice",
+            plain.duplicated([*RUN, "group_size"]),
+            "two cells hold different runs of that seed; move one of them away",
+        ),
     ):
         if wrong.any():
             first = plain[wrong].iloc[0]

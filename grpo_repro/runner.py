@@ -103,7 +103,7 @@ def run_plan(module: Experiment, experiment: str, config: Any, reporter: Reporte
     estimates = [module.estimate(cell) for cell in todo]
     for cell, estimate in zip(todo, estimates, strict=True):
         _fits(cell, estimate)
-    reporter.say(describe(experiment, len(cells), estimates, folder))
+    reporter.say(describe(experiment, len(cells) - len(outcome.failures), estimates, folder))
     try:
         with reporter:
             busy = [cell for cell in todo if not _run_cell(module, cell, outcome, reporter, wait=False)]

@@ -157,7 +157,8 @@ class TrainingConfig:
         replicates: Tabular: independent runs in each cell.
         optimizer: `adamw` or `sgd`; `auto` is adamw for language models and sgd for tabular policies.
         learning_rate: Its rate beta; null is 1e-4 for adamw, 1 for sgd.
-        schedule: `constant`, `inverse` (beta / i) or `cosine` (to zero at the last iteration).
+        schedule: `constant`, `inverse` (beta / i) or `cosine` (falling, to reach zero one
+            iteration after the last).
         warmup: Iterations over which the rate rises to its value.
         weight_decay: Decoupled for adamw.
         clip_norm: Longest gradient; null for no clipping, `auto` is 1 for adamw and null for sgd.

@@ -128,7 +128,9 @@ def may_be_best(
     and the estimated correlation of the differences. With fewer runs that correlation is too uncertain: the set
     would hold the best of six G in 87% of cases with 2 runs and in 92% with 5, for an asked 95%. There
     c = t_{runs-1}(1 - (1 - confidence) / (groups - 1)), Bonferroni's, which holds for normal losses at any number of
-    runs and whatever the correlation. Losses that are not normal need many runs.
+    runs and whatever the correlation. Skewed losses of unequal spread need many runs: with six G the set held the
+    best in 78% of simulations of 20 exponential runs, in 87% of 20 runs distributed like gaps near an optimum
+    (averages of one to twelve chi^2_1), in 87 to 93% of 100 to 1,000 exponential runs.
 
     Args:
         table: Losses.

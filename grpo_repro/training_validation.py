@@ -131,6 +131,8 @@ def _tabular(config: TrainingConfig) -> None:
         raise UserError("optimizer=adamw is for language models; a tabular policy takes optimizer=sgd")
     if config.weight_decay:
         raise UserError(f"weight_decay={config.weight_decay} means nothing to a tabular policy; leave it out")
+    if config.prompt_order == "epochs" and config.prompt_pool is None:
+        raise UserError("prompt_order=epochs needs a pool to go through; name its size, for example prompt_pool=64")
     for name in ("num_questions", "seed"):
         value = getattr(config.task, name)
         if value != getattr(TaskConfig, name):
@@ -147,6 +149,8 @@ def _language(config: TrainingConfig) -> None:
             f"estimators={show(config.estimators)}: {wrong[0]} needs a baseline that only a tabular policy knows; use "
             "grpo or vanilla, or model=tabular"
         )
+    if config.model is not None and config.model.dtype == "float16":
+        raise UserError("model.dtype=float16 cannot hold the optimiser's averages; use float32 or bfloat16")
     if config.task.split != "test":
         raise UserError(
             f"task.split={config.task.split} is trained on; task names the test questions, so use task.split=test"

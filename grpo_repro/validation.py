@@ -66,6 +66,8 @@ def validate(config: MseEvalConfig | TrainingConfig) -> None:
         raise UserError(f"confidence={config.confidence} is not between 0 and 1; use for example 0.95")
     if config.temperature <= 0:
         raise UserError(f"temperature={config.temperature} is not positive; 1.0 is the policy itself")
+    if not 1e-3 <= config.temperature <= 1e3:
+        raise UserError(f"temperature={config.temperature:g} is not between 1e-3 and 1e3; 1.0 is the policy itself")
     if config.gradient_memory_gib <= 0:
         raise UserError(f"gradient_memory_gib={config.gradient_memory_gib} is not positive; use 2.0")
     at_most("gradient_memory_gib", config.gradient_memory_gib)
@@ -102,6 +104,9 @@ def _mse_eval(config: MseEvalConfig) -> None:
 def _finite(config: Any, prefix: str = "") -> None:
     for item in fields(config):
         value = getattr(config, item.name)
+        nested = [x for x in value if isinstance(x, list | dict)] if isinstance(value, list) else []
+        if nested:  # which OmegaConf lets through
+            raise UserError(f"{item.name}={show(value)} holds {nested[0]!r}; give a flat list: {item.name}=[A,B]")
         if isinstance(value, ModelConfig | TaskConfig):
             _finite(value, f"{prefix}{item.name}.")
         elif isinstance(value, float) and not math.isfinite(value):

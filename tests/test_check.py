@@ -93,7 +93,7 @@ def test_a_device_that_is_not_there_is_refused():
 
 
 def test_a_state_of_another_form_is_not_used(tmp_path):
-    checkpoint, blank = Checkpoint(tmp_path), {"sums": torch.zeros(2, 3), "done": torch.tensor([0, 0])}
+    checkpoint, blank = Checkpoint(tmp_path, "a cell"), {"sums": torch.zeros(2, 3), "done": torch.tensor([0, 0])}
     full = {"sums": torch.ones(2, 3), "done": torch.tensor([4, 9])}
     checkpoint.save("pool", full)
     assert torch.equal(checkpoint.restore("pool", blank)["sums"], full["sums"])
@@ -104,7 +104,7 @@ def test_a_state_of_another_form_is_not_used(tmp_path):
 
 
 def test_a_state_that_cannot_be_saved_is_one_message_and_keeps_the_last(tmp_path):
-    checkpoint = Checkpoint(tmp_path)
+    checkpoint = Checkpoint(tmp_path, "a cell")
     (tmp_path / ".pool.tmp").mkdir()
     with pytest.raises(ResultsError, match="cannot save the partial work"):
         checkpoint.save("pool", {"done": torch.zeros(1)})

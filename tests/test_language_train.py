@@ -258,4 +258,14 @@ def test_a_state_that_cannot_be_read_is_done_again(model_dir, tmp_path):
     (work / f"{language_train.STATE}.safetensors").write_bytes(b"no tensors")
     rows, _ = training.run(cell, work, quiet)
     pd.testing.assert_frame_equal(rows, whole, check_exact=True)
-    assert Checkpoint(work).load(language_train.STATE) is not None
+    assert Checkpoint(work, cell.id).load(language_train.STATE) is not None
+
+
+def test_the_state_of_another_cell_is_not_taken_up(model_dir, tmp_path):
+    """Its weights would fit, and the rows would be another run's without a sign."""
+    own, other = (cell_of(model_dir, iterations=3, checkpoints=[0], learning_rate=rate) for rate in (3e-3, 1e-2))
+    whole, _ = training.run(own, made(tmp_path / "whole"), quiet)
+    work = made(tmp_path / "work")
+    training.run(other, work, quiet)
+    rows, _ = training.run(own, work, quiet)
+    pd.testing.assert_frame_equal(rows, whole, check_exact=True)

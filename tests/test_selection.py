@@ -289,3 +289,13 @@ def test_run_table_refuses():
     ):
         with pytest.raises(UserError, match=message):
             run_table(rows_of(entries))
+
+
+def test_the_quantile_is_that_of_t_and_every_pair_of_levels_must_be_close():
+    """Largest of five independent t_30: the 95% quantile is 2.44 (of five normals 2.32)."""
+    for first, stays in ((2.38, True), (2.50, False)):
+        assert selection._stays(np.array([first, 0, 0, 0, 0]), np.eye(5), 30, 0.95) is stays
+    rng = np.random.default_rng(3)
+    sharp = rng.normal(size=(40, 4)) * 0.01 + np.array([1.0, 0.0, 1.0, 2.0])
+    noisy = rng.normal(size=(40, 4)) * 9
+    assert shift({"a": sharp, "b": sharp, "c": noisy}, (2, 4, 8, 16), "n").verdict == "not enough runs"

@@ -74,7 +74,9 @@ def test_predictions_are_medians_on_the_axis_of_g_or_arrows_beyond_it():
 
 def test_exact_replicates_have_no_dots_and_no_band():
     rows = runs(model="tabular", task="bandit", seeds=1, tabular=40, optimizer="sgd", learning_rate=2.0)
-    rows.loc[rows["metric"] == "optimal_group_size", ["ci_low", "ci_high"]] = np.nan
+    exact = rows["metric"] == "optimal_group_size"
+    for end in ("ci_low", "ci_high"):
+        rows.loc[exact, end] = rows.loc[exact, "value"].median()
     figure = FIGURES["gap"](rows)
     assert not {"runs", "band start", "band now"} & gids(figure.axes[0])
     assert "(40 runs)" in figure.get_label() and "tabular, bandit, N = 64: sgd, constant 2" in figure.get_label()
@@ -209,3 +211,16 @@ def test_no_text_leaves_the_figure_or_covers_other_text(name, kind):
     for place, box in enumerate(boxes):
         assert box.x0 >= -1 and box.y0 >= -1 and box.x1 <= figure.bbox.x1 + 1 and box.y1 <= figure.bbox.y1 + 1
         assert not any(box.overlaps(other) for other in boxes[place + 1 :])
+
+
+def test_different_runs_of_one_setting_are_never_merged():
+    """Two cells with a run of the same seed and G: which of them counts must not be left to chance."""
+    rows, other = runs(), runs()
+    other["cell_id"] = other["cell_id"].str[::-1]
+    with pytest.raises(UserError, match="is there twice.*two cells hold different runs"):
+        training_data.choices(pd.concat([rows, other]))
+    longer = runs(best=4)
+    longer["method"] = longer["method"].str.replace("rest=", "rest=f")  # trained with another max_new_tokens, say
+    longer["cell_id"] = longer["cell_id"].str[::-1]
+    found = training_data.choices(pd.concat([rows, longer]))
+    assert [choice.selection.best for choice in found] == [8, 8, 4, 4]

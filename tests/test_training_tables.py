@@ -133,7 +133,12 @@ def test_nothing_to_compare_is_said():
 
 @pytest.mark.parametrize(
     ("star", "named"),
-    [((3.0, 3.0, 3.0), (4,)), ((2.2, 2.0, 2.4), (2,)), ((6.0, 3.0, np.inf), (4, 8, 16)), ((5.0, np.nan, np.nan), (4,))],
+    [
+        ((3.0, 3.0, 3.0), (4,)),
+        ((2.2, 2.0, 2.4), (2,)),
+        ((6.0, 3.0, np.inf), (4, 8, 16)),
+        ((5.0, 1.0, np.inf), (2, 4, 8, 16)),
+    ],
 )
 def test_the_prediction_names_the_least_error_of_the_grid(star, named):
     """G* = 3: c3 = 4 c1, so that N times the error is 2 + 4 = 6, 4 + 4/3, 8 + 4/7, ... c1."""
@@ -142,3 +147,10 @@ def test_the_prediction_names_the_least_error_of_the_grid(star, named):
         c1, c3 = 1.0, (star[0] - 1) ** 2
         best = min((2, 4, 8, 16), key=lambda g: ustat.minibatch_mse(c1, 0.0, c3, 64 // g, g))
         assert (size == best) == (size in predicted_sizes(Interval(star[0], star[0], star[0]), (2, 4, 8, 16)))
+
+
+def test_a_prediction_is_the_median_and_an_unknown_end_is_no_exact_one():
+    rows = pd.DataFrame({"value": [3.0, 4.0, 90.0], "ci_low": [2.0, 3.0, np.nan], "ci_high": [4.0, 5.0, np.nan]})
+    assert training_data.predicted(rows) == Interval(4.0, 2.0, 5.0)
+    assert training_data.predicted(rows[2:]) == Interval(90.0, 1.0, np.inf)
+    assert training_data.predicted(rows[:0]) is None

@@ -151,7 +151,7 @@ class Examination:
 
         job = PoolJob(
             own, self.policy, questions, self.prompts[: len(questions)], self.task.reward,
-            Checkpoint(folder, config["save_seconds"]), shown,
+            Checkpoint(folder, own.id, config["save_seconds"]), shown,
         )  # fmt: skip
         rows = [row for row in measure_components(job) if row.get("prompt_id") is None]
         shutil.rmtree(folder, ignore_errors=True)

@@ -103,7 +103,7 @@ def run(cell: Cell, workdir: Path, progress: Progress) -> tuple[pd.DataFrame, di
         torch.set_num_threads(1)
     prompts = [policy.encode(question.text) for question in task.questions]
     self_check(policy, prompts[0])
-    job = PoolJob(cell, policy, task.questions, prompts, task.reward, Checkpoint(workdir), progress)
+    job = PoolJob(cell, policy, task.questions, prompts, task.reward, Checkpoint(workdir, cell.id), progress)
     rows = measure_components(job) if cell.config["method"] == "components" else _monte_carlo(job)
     extras = {
         "completions": completions(cell.config),

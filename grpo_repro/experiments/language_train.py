@@ -13,13 +13,14 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from grpo_repro.cells import Cell, Estimate, Progress, cell_rng
+from grpo_repro.cells import Cell, Progress, cell_rng
+from grpo_repro.config import TaskConfig
 from grpo_repro.engine.check import self_check
 from grpo_repro.engine.sample import Rollout, sample, uniforms
 from grpo_repro.engine.update import Learner
 from grpo_repro.errors import NotFinite, UserError
 from grpo_repro.estimators import ESTIMATORS
-from grpo_repro.experiments.evaluation import PREDICTION_QUESTIONS, Examination, Record
+from grpo_repro.experiments.evaluation import Examination, Record
 from grpo_repro.experiments.language_mse import SAMPLED_AT_ONCE, SMALL_MODEL
 from grpo_repro.experiments.mse_eval import settings
 from grpo_repro.experiments.state import Checkpoint
@@ -48,7 +49,8 @@ def run(cell: Cell, workdir: Path, progress: Progress) -> tuple[pd.DataFrame, di
                 raise
             raise UserError(
                 f"training has diverged at iteration {iteration}: the policy's logits are not finite; lower "
-                f"learning_rate={cell.config['learning_rate']:g} or weight_decay={cell.config['weight_decay']:g}"
+                f"learning_rate={cell.config['learning_rate']:g}"
+                + (f" or weight_decay={decay:g}" if (decay := cell.config["weight_decay"]) else "")
             ) from error
         training.done = iteration
         training.save_sometimes()
@@ -86,8 +88,7 @@ class _Run:
         """Load policy and questions, and take up what an interruption left."""
         config = cell.config
         model, test_config = settings(cell)
-        train_config = replace(test_config, split="train", num_questions=config["prompt_pool"])
-        tasks = [load_task(train_config), load_task(test_config)]
+        tasks = [training_task(test_config, config["prompt_pool"]), load_task(test_config)]
         if model.dtype == "auto":
             model = replace(model, dtype="float32")  # small updates are lost in the 8 bits of bfloat16
         policy = causal_lm.load(model, config["device"])
@@ -101,7 +102,7 @@ class _Run:
             "model_revision": model.revision,
             "weights_hash": causal_lm.weights_hash(policy.model),
         }
-        checkpoint = Checkpoint(workdir, config["save_seconds"])
+        checkpoint = Checkpoint(workdir, cell.id, config["save_seconds"])
         made = cls(cell, policy, Learner(policy, config), train, test, workdir, progress, checkpoint, facts)
         made._restore()
         return made
@@ -188,7 +189,7 @@ class _Run:
 
     def _restore(self) -> None:
         state: dict[str, Tensor] | None = self.checkpoint.load(STATE)
-        if state is None:
+        if state is None or not {"done", "records", "window", "counts"} <= state.keys():
             return
         self.done = int(state.pop("done"))
         self.records = [Record.from_numbers(row) for row in state.pop("records").tolist()]
@@ -211,6 +212,22 @@ class _Run:
     def extras(self) -> dict[str, Any]:
         """What the manifest says."""
         return {"completions": int(self.counts[0]), "tokens": int(self.counts[1])} | self.facts
+
+
+def training_task(test: TaskConfig, pool: int) -> Any:
+    """The task of the training questions.
+
+    Args:
+        test: The test questions' configuration.
+        pool: Number M of training questions.
+
+    Raises:
+        UserError: If the task has not as many.
+    """
+    try:
+        return load_task(replace(test, split="train", num_questions=pool))
+    except UserError as error:
+        raise UserError(f"prompt_pool={pool}: {error}") from error
 
 
 def question_numbers(config: dict[str, Any], pool: int, iteration: int) -> list[int]:
@@ -237,52 +254,3 @@ def question_numbers(config: dict[str, Any], pool: int, iteration: int) -> list[
         for epoch in np.unique(places // pool)
     }
     return [int(passes[int(place) // pool][place % pool]) for place in places]
-
-
-def estimate(cell: Cell) -> Estimate:
-    """Cost of a run from a stated model, without weights.
-
-    With d parameters, prompts of P tokens and completions of at most T, an iteration takes 2d flops for each prompt
-    token and 2d for half the tokens of its distinct completions where T <= 16 (short answers repeat: n^0.7 of n are
-    distinct, most end early, and groups of equal rewards need no update), else 8d for every token; an evaluation 2d.
-    The rate is 3e10 flops a second for each CPU thread and 1e14 for a GPU, plus 0.01 s for each iteration and 2 s to
-    start. G* from pools takes 0.03 s and 2d (n^0.7 (4T + P)) for each question. Memory is weights, gradient and two
-    averages, the activations of one micro-batch and the cache of a sampled batch.
-    """
-    config = cell.config
-    model, task = settings(cell)
-    shape = causal_lm.shape(model)
-    questions = load_task(task).questions
-    prompt = max(len(shape.tokenizer.encode(model.template.replace("{question}", q.text))) for q in questions)
-    length, group, samples = config["max_new_tokens"], config["group_size"], config["eval_samples"]
-    if shape.positions and prompt + length > shape.positions:
-        raise UserError(
-            f"{model.name} has {shape.positions} positions, and a prompt of {prompt} tokens with "
-            f"max_new_tokens={length} needs more; shorten the template or lower max_new_tokens"
-        )
-    short = length <= 16
-
-    def tokens(prompts: int, each: int) -> float:
-        return prompts * (prompt + (each**0.7 * length / 2 if short else each * length))
-
-    examined = len(questions) + config["prompt_pool"]
-    checks = len(config["checkpoints"])
-    work = config["iterations"] * tokens(config["budget"] // group, group) * (1 if short else 4)
-    work += checks * (tokens(examined, samples) + tokens(len(questions), 1))
-    seconds = 2.0 + 0.01 * config["iterations"]
-    completions = config["iterations"] * config["budget"] + checks * examined * samples
-    if config["predict"]:
-        pool, asked = config["completions_per_prompt"], min(config["prompt_pool"], PREDICTION_QUESTIONS)
-        work += checks * asked * pool**0.7 * (4 * length + prompt)
-        seconds += 0.03 * checks * asked
-        completions += checks * asked * pool
-    small = config["threads"] is None and shape.parameters < SMALL_MODEL
-    threads = 1 if small else config["threads"] or torch.get_num_threads()
-    rate = 1e14 if causal_lm.device_of(config["device"]).startswith("cuda") else 3e10 * threads
-    rows = min(config["micro_batch"], config["budget"])
-    activations = 40 * 4 * rows * (prompt + length) * shape.width * shape.layers
-    cache = 8 * min(SAMPLED_AT_ONCE * config["micro_batch"], config["budget"]) * length * shape.width * shape.layers
-    memory = 16 * shape.parameters + activations + cache + 500_000_000
-    if config["predict"]:
-        memory += 4 * shape.parameters * min(100, asked)
-    return Estimate(completions, completions * length, seconds + 2.0 * shape.parameters * work / rate, int(memory))

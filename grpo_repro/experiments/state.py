@@ -8,8 +8,8 @@ from contextlib import suppress
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 
 from grpo_repro.errors import ResultsError
 
@@ -21,10 +21,16 @@ SHARE = 0.05
 
 
 class Checkpoint:
-    """Named states of one cell in its work folder."""
+    """Named states of one cell in its work folder.
 
-    def __init__(self, folder: Path, seconds: float = SECONDS) -> None:
-        self.folder, self.seconds = folder, seconds
+    Args:
+        folder: The work folder.
+        owner: Id of the cell; a state of another one is not taken up.
+        seconds: Time between saves.
+    """
+
+    def __init__(self, folder: Path, owner: str, seconds: float = SECONDS) -> None:
+        self.folder, self.owner, self.seconds = folder, owner, seconds
         self._last, self._cost = time.monotonic(), 0.0
 
     def restore(self, name: str, blank: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -36,9 +42,12 @@ class Checkpoint:
         return state if form == {key: (value.shape, value.dtype) for key, value in blank.items()} else blank
 
     def load(self, name: str) -> dict[str, torch.Tensor] | None:
-        """Return a saved state, or None if there is none that can be read."""
+        """Return a saved state, or None if there is none of this cell that can be read."""
         try:
-            return load_file(self.folder / f"{name}.safetensors")
+            with safe_open(self.folder / f"{name}.safetensors", framework="pt") as file:
+                if (file.metadata() or {}).get("cell") != self.owner:
+                    return None
+                return {key: file.get_tensor(key) for key in file.keys()}
         except (OSError, SafetensorError):
             return None
 
@@ -53,7 +62,7 @@ class Checkpoint:
         start = time.monotonic()
         temporary = self.folder / f".{name}.tmp"
         try:
-            save_file({key: value.contiguous() for key, value in state.items()}, temporary)
+            save_file({key: x.contiguous() for key, x in state.items()}, temporary, metadata={"cell": self.owner})
             os.replace(temporary, self.folder / f"{name}.safetensors")
         except (OSError, SafetensorError) as error:
             with suppress(OSError):

@@ -49,7 +49,7 @@ def run(cell: Cell, workdir: Path, progress: Progress) -> tuple[pd.DataFrame, di
     config = cell.config
     family, best = check(ModelConfig(**config["model"]))
     runs, last, checkpoints = config["replicates"], config["iterations"], config["checkpoints"]
-    checkpoint = Checkpoint(workdir, config["save_seconds"])
+    checkpoint = Checkpoint(workdir, cell.id, config["save_seconds"])
     blank = {
         "theta": torch.from_numpy(np.tile(family.theta, (runs, 1))),
         "measured": torch.full((len(checkpoints), 3, runs), torch.nan, dtype=torch.float64),
@@ -164,12 +164,14 @@ def _left_out(
 def estimate(cell: Cell) -> Estimate:
     """Cost of a cell from a stated model, on one core.
 
-    3e-7 s for each group of an iteration and 1.5e-8 s for each number of the runs' score tables.
+    3e-7 s for each group of an iteration, 1.5e-8 s for each number of the runs' score tables, and 1.5e-8 s for each
+    member of the runs' pools, which every iteration draws again.
     """
     config = cell.config
     family, _ = check(ModelConfig(**config["model"]))
     runs, prompts = config["replicates"], config["budget"] // config["group_size"]
     count, table = runs * config["budget"] * config["iterations"], runs * family.features.size
-    seconds = 0.5 + config["iterations"] * (3e-7 * runs * prompts + 1.5e-8 * table)
-    memory = 300_000_000 + 8 * (4 * NUMBERS + 4 * table + runs * prompts)
+    pools = runs * (config["prompt_pool"] or 0)
+    seconds = 0.5 + config["iterations"] * (3e-7 * runs * prompts + 1.5e-8 * (table + pools))
+    memory = 300_000_000 + 8 * (4 * NUMBERS + 4 * table + runs * prompts + 3 * pools)
     return Estimate(count, count, seconds, int(memory))

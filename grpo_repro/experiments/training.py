@@ -52,8 +52,10 @@ def plan(config: TrainingConfig) -> list[Cell]:
         check(model)
         model, state = replace(model, name=_tabular_name(model)), {}
     else:
+        from grpo_repro.experiments.language_train import training_task
         from grpo_repro.fingerprint import model_fingerprint
 
+        training_task(config.task, config.prompt_pool or LANGUAGE_POOL)  # too large a pool is told before anything runs
         state = {"weights": model_fingerprint(model)}
     return [
         _cell(config, model, {"seed": seed, "budget": budget, "estimator": estimator, "group_size": group} | state)
@@ -130,9 +132,9 @@ def estimate(cell: Cell) -> Estimate:
         from grpo_repro.experiments import tabular_train
 
         return tabular_train.estimate(cell)
-    from grpo_repro.experiments import language_train
+    from grpo_repro.experiments import language_cost
 
-    return language_train.estimate(cell)
+    return language_cost.estimate(cell)
 
 
 def summary(rows: pd.DataFrame) -> Any:

@@ -6,8 +6,17 @@ each row names how its run was trained, in a form that can be taken apart again.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from typing import Any
+
+from grpo_repro.cells import canonical_json
+
+OF_RUNS = frozenset(
+    "group_size budget seed estimator predict completions_per_prompt gradient_memory_gib checkpoints log_every "
+    "confidence replicates micro_batch sampler".split()
+)
+"""Keys that tell runs of one setting apart, or that change no run's law."""
 
 KEYS = {
     "optimizer": "optimizer",
@@ -27,10 +36,15 @@ KEYS = {
 def describe(config: Mapping[str, Any]) -> str:
     """Return the settings of a training cell's configuration.
 
+    Its last part, `rest`, is a hash of what else a setting is (model, task, lengths, ...): figures must not take runs
+    that differ in any of it for runs of one setting.
+
     >>> describe({"optimizer": "sgd", "learning_rate": 0.5, "prompt_pool": None})
-    'optimizer=sgd learning_rate=0.5 pool=all'
+    'optimizer=sgd learning_rate=0.5 pool=all rest=44136f'
     """
     shown = {name: config[key] for name, key in KEYS.items() if key in config}
+    rest = {key: value for key, value in config.items() if key not in OF_RUNS and key not in KEYS.values()}
+    shown["rest"] = hashlib.sha256(canonical_json(rest).encode()).hexdigest()[:6]
     shown = {name: "all" if name == "pool" and value is None else value for name, value in shown.items()}
     return " ".join(f"{name}={'none' if value is None else value}" for name, value in shown.items())
 
@@ -41,4 +55,4 @@ def parse(text: str) -> dict[str, str]:
     >>> parse("optimizer=sgd pool=all")
     {'optimizer': 'sgd', 'pool': 'all'}
     """
-    return dict(part.split("=", 1) for part in text.split())
+    return dict(part.split("=", 1) for part in text.split() if "=" in part)

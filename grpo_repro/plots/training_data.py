@@ -26,10 +26,11 @@ from grpo_repro.stats import Interval
 EXPERIMENTS = ("group-size", "budget", "iterations")
 """Experiments whose runs are compared over G; `train` is a single run and is left out."""
 
-IDENTITY = (
-    "model", "task", "estimator", "method", "budget", "group_size", "iteration", "seed", "replicate", "metric",
-)  # fmt: skip
-"""Rows that agree in these come from one run, which two experiments may both hold."""
+IDENTITY = ("cell_id", "iteration", "replicate", "metric")
+"""Rows that agree in these are one number, which two experiments may both hold: equal ids are equal runs."""
+
+NEEDED = ["model", "task", "estimator", "method", "budget", "group_size", "iteration", "seed"]
+"""Columns without which a row belongs to no run."""
 
 SIGN = {"suboptimality_gap": 1.0, "accuracy": -1.0, "greedy_accuracy": -1.0}
 """Metrics that a choice can be made by; those with -1 are better when larger."""
@@ -92,6 +93,10 @@ def training_rows(rows: pd.DataFrame) -> pd.DataFrame:
         UserError: If there are none.
     """
     found = rows[rows["experiment"].isin(EXPERIMENTS)].drop_duplicates(list(IDENTITY))
+    whole = found[NEEDED].notna().all(axis=1) & (found["group_size"] > 0).fillna(False)
+    if not whole.all():
+        warnings.warn(ResultsWarning(f"left out {(~whole).sum()} rows that name no run"), stacklevel=2)
+        found = found[whole]
     if found.empty:
         raise UserError("no training runs in these results; run `grpo sweep group-size` first")
     return found
@@ -167,22 +172,22 @@ def selected(
     chosen = selection.select(sign * table, sizes, confidence)
     if sign > 0:
         return chosen
-    turned = tuple(Interval(-mean.value, -mean.high, -mean.low) for mean in chosen.means)
+    turned = tuple(Interval(0.0 - mean.value, 0.0 - mean.high, 0.0 - mean.low) for mean in chosen.means)
     return replace(chosen, means=turned)
 
 
 def predicted(rows: pd.DataFrame) -> Interval | None:
     """Median of G* = 1 + sqrt(c3/c1) over group sizes and seeds, with the medians of both ends.
 
-    Where the rows have no interval (exact values) the result has no width.
+    An end that is not a number is not known: c3 does not differ from zero there, and G* may be anything from 1 on.
     """
     values = rows["value"].to_numpy(dtype=float)
-    if not len(values) or np.isnan(values).all():
+    known = ~np.isnan(values)
+    if not known.any():
         return None
-    value = float(np.nanmedian(values))
-    ends = [rows[key].to_numpy(dtype=float) for key in ("ci_low", "ci_high")]
-    low, high = (float(np.nanmedian(end)) if not np.isnan(end).all() else value for end in ends)
-    return Interval(value, low, high)
+    low, high = (rows[key].to_numpy(dtype=float)[known] for key in ("ci_low", "ci_high"))
+    low, high = np.where(np.isnan(low), 1.0, low), np.where(np.isnan(high), np.inf, high)
+    return Interval(*(float(np.median(part)) for part in (values[known], low, high)))
 
 
 def predicted_sizes(star: Interval, sizes: tuple[int, ...]) -> tuple[int, ...]:
@@ -201,8 +206,7 @@ def predicted_sizes(star: Interval, sizes: tuple[int, ...]) -> tuple[int, ...]:
             return len(sizes) - 1
         return int(np.argmin([size + (value - 1) ** 2 / (size - 1) for size in sizes]))
 
-    low, high = (star.value if np.isnan(end) else end for end in (star.low, star.high))
-    return sizes[best(low) : best(high) + 1]
+    return sizes[best(star.low) : best(star.high) + 1]
 
 
 def agreement(choice: Choice) -> str:

@@ -26,13 +26,15 @@ def title(setting: Setting, others: Iterable[Setting] = (), where: str = "", wit
         without: Keys of the method that are not named.
     """
     keys = {name: value for name, value in setting.keys.items() if name not in without}
+    kin = [other for other in (*others, setting) if (other.model, other.task) == (setting.model, setting.task)]
     parts = [keys.get("optimizer", ""), schedule(keys), pool(keys)]
     for name in keys:
-        if name not in SHOWN and len({other.keys.get(name) for other in (*others, setting)}) > 1:
+        if name not in SHOWN and len({other.keys.get(name) for other in kin}) > 1:
             parts.append(f"{name.replace('_', ' ')} {keys[name]}")
     if setting.estimator != "grpo":
         parts.append(f"{setting.estimator} estimator")
-    head = ", ".join(part for part in (setting.model, setting.task, where) if part)
+    model = setting.model.replace("$", r"\$")  # no mathematics for matplotlib
+    head = ", ".join(part for part in (model, setting.task, where) if part)
     tail = ", ".join(part for part in parts if part)
     return f"{head}: {tail}" if tail else head
 

@@ -192,9 +192,11 @@ def load(config: ModelConfig, device: str = "auto") -> CausalLM:
     model.to(where)
     model.requires_grad_(False)
     use_grouped_attention(model)
-    eos = _eos_ids(model, tokenizer)
+    # A token that the tokenizer added without a row in the embedding can be neither sampled nor looked up.
+    rows = model.get_input_embeddings().num_embeddings
+    eos = tuple(token for token in _eos_ids(model, tokenizer) if token < rows)
     pad = tokenizer.pad_token_id
-    pad_id = int(pad) if pad is not None else (eos[0] if eos else 0)
+    pad_id = int(pad) if pad is not None and pad < rows else (eos[0] if eos else 0)
     return CausalLM(model, tokenizer, eos, pad_id, config.template, config.chat)
 
 

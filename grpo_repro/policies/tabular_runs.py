@@ -45,7 +45,10 @@ def expected_return(family: Family, theta: Float64[np.ndarray, "runs dim"]) -> F
 def components(
     family: Family, theta: Float64[np.ndarray, "runs dim"]
 ) -> tuple[Float64[np.ndarray, " runs"], Float64[np.ndarray, " runs"]]:
-    """c1 = E||g(X) - g||^2 and c3 = E R(X), R = F sigma^2 + ||g(x)||^2, exact (Proposition 3)."""
+    """c1 = E||g(X) - g||^2 and c3 = E R(X), R = F sigma^2 + ||g(x)||^2, exact (Proposition 3).
+
+    As in `TabularPolicy.c1`, c1 is zero where it is rounding error beside E F: G* is then infinite.
+    """
     pi, f = probs(family, theta), family.context_probs
     w = scores(family, theta, pi)
     gradients = np.einsum("sxa,xa,sxad->sxd", pi, family.reward_probs, w, optimize=True)
@@ -53,7 +56,8 @@ def components(
     value = np.einsum("sxa,xa->sx", pi, family.reward_probs)
     norms = np.einsum("sxa,sxad,sxad->sx", pi, w, w, optimize=True)
     second_order = norms * value * (1 - value) + np.einsum("sxd,sxd->sx", gradients, gradients)
-    return np.einsum("x,sxd,sxd->s", f, deviation, deviation, optimize=True), second_order @ f
+    spread = np.einsum("x,sxd,sxd->s", f, deviation, deviation, optimize=True)
+    return np.where(spread > 1e-28 * (norms @ f), spread, 0.0), second_order @ f
 
 
 def baseline(
