@@ -128,7 +128,9 @@ def _fits(cell: Cell, estimate: Estimate) -> None:
     memory = total_memory()
     if memory is None or estimate.memory_bytes <= memory or _on_gpu(cell.config.get("device", "cpu")):
         return
-    keys = [key for key in MEMORY_KEYS if key in cell.config] + ["task.num_questions"]
+    keys = [key for key in MEMORY_KEYS if key in cell.config]
+    if "iterations" not in cell.config:
+        keys.append("task.num_questions")
     raise UserError(
         f"{cell.label} needs about {estimate.memory_bytes / 2**30:,.3g} GiB of memory and this machine has "
         f"{memory / 2**30:.3g}; lower {', '.join(keys)} or take a smaller model"

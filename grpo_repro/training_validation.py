@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import MISSING, fields
+
 from grpo_repro.errors import UserError
 from grpo_repro.schema import (
     LARGEST,
@@ -126,7 +129,26 @@ def optimizer(config: TrainingConfig) -> str:
     return "sgd" if config.model is not None and config.model.kind == "tabular" else "adamw"
 
 
+LANGUAGE_ONLY = (
+    "temperature", "max_new_tokens", "micro_batch", "eval_samples", "log_every", "predict_seeds",
+    "completions_per_prompt", "gradient_memory_gib",
+)  # fmt: skip
+"""Keys that only language models read."""
+
+
+def _unread(config: TrainingConfig, keys: Sequence[str]) -> None:
+    """Refuse keys that would change nothing."""
+    for item in fields(config):
+        if item.name in keys:
+            default = item.default if item.default_factory is MISSING else item.default_factory()
+            value = getattr(config, item.name)
+            if value != default:
+                kind = "a tabular policy" if config.model and config.model.kind == "tabular" else "a language model"
+                raise UserError(f"{item.name}={value} means nothing to {kind}; leave it out")
+
+
 def _tabular(config: TrainingConfig) -> None:
+    _unread(config, LANGUAGE_ONLY)
     if config.optimizer == "adamw":
         raise UserError("optimizer=adamw is for language models; a tabular policy takes optimizer=sgd")
     if config.weight_decay:
@@ -143,6 +165,7 @@ def _tabular(config: TrainingConfig) -> None:
 
 
 def _language(config: TrainingConfig) -> None:
+    _unread(config, ("replicates",))
     wrong = [name for name in config.estimators if name not in ("grpo", "vanilla")]
     if wrong:
         raise UserError(

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from house import message
 from hydra import compose, initialize_config_dir
 
 from grpo_repro import config as schema
@@ -131,6 +132,9 @@ def test_the_text_of_a_variant_can_be_taken_apart():
         ({"estimators": ["oracle"]}, ["oracle", "model=tabular"]),
         ({"task": TaskConfig(name="arithmetic", split="train")}, ["task.split=train"]),
         ({"model": None}, ["no model is named"]),
+        ({"model": replace(BASE, dtype="float16")}, ["float16", "float32"]),
+        ({"replicates": 9}, ["replicates=9", "a language model"]),
+        ({"temperature": 1e9}, ["temperature=1e+09", "1e3"]),
     ],
 )
 def test_bad_values_are_refused_with_fact_value_and_remedy(changes, words):
@@ -147,6 +151,9 @@ def test_bad_values_are_refused_with_fact_value_and_remedy(changes, words):
         ({"weight_decay": 0.1}, ["weight_decay=0.1", "tabular"]),
         ({"task": TaskConfig(name="bandit", num_questions=7)}, ["task.num_questions=7", "prompt_pool"]),
         ({"task": TaskConfig(name="bandit", seed=7)}, ["task.seed=7"]),
+        ({"prompt_order": "epochs"}, ["prompt_order=epochs", "prompt_pool=64"]),
+        ({"eval_samples": 9}, ["eval_samples=9", "a tabular policy"]),
+        ({"predict_seeds": [3]}, ["predict_seeds=[3]"]),
     ],
 )
 def test_what_a_tabular_policy_does_not_know_is_refused(changes, words):
@@ -167,6 +174,17 @@ def test_budgets_of_the_budget_sweep_are_checked_one_by_one():
     ):
         with pytest.raises(UserError, match=words):
             validate(replace(good, budgets=budgets))
+
+
+def test_the_command_line_refuses_lists_in_lists_and_names_keys(grpo):
+    assert "seeds=[[0]] holds [0]; give a flat list" in message(grpo("sweep", "group-size", "seeds=[[0]]"))
+    assert "did you mean 'budgets'" in message(grpo("sweep", "budget", "budget=64"))
+    assert "G=8 does not divide N=100" in message(grpo("train", "budget=100"))
+
+
+def test_a_pool_beyond_the_task_is_told_at_planning():
+    with pytest.raises(UserError, match="prompt_pool=5000: .* train questions of kind"):
+        training.plan(replace(GOOD, prompt_pool=5000))
 
 
 def test_one_run_logs_every_iteration():
