@@ -243,7 +243,7 @@ class GroupSizeConfig(TrainingConfig):
 
 @dataclass
 class IterationsConfig(GroupSizeConfig):
-    """The best G against n: Figure 5's runs, read at more checkpoints."""
+    """The best G against n: the runs of Figure 5, whose cells it shares while the keys are the same."""
 
 
 @dataclass

@@ -12,12 +12,11 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
-import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from random_model import save_random_model
 
 from grpo_repro import stats
 from grpo_repro.cells import Cell
-from grpo_repro.config import ModelConfig, TaskConfig
+from grpo_repro.config import ModelConfig, TaskConfig, load_choice
 from grpo_repro.engine.sample import greedy, sample
 from grpo_repro.errors import UserError
 from grpo_repro.experiments import language_train, training
@@ -25,7 +24,6 @@ from grpo_repro.experiments.evaluation import Examination, Record
 from grpo_repro.experiments.language_train import question_numbers
 from grpo_repro.experiments.state import Checkpoint
 from grpo_repro.policies import causal_lm
-from grpo_repro.policies.tokenizer import EOS_ID, PAD_ID, VOCABULARY, character_tokenizer
 from grpo_repro.schema import GroupSizeConfig
 from grpo_repro.tasks import load_task
 from grpo_repro.tasks.arithmetic import ArithmeticTask
@@ -51,23 +49,7 @@ class Interruption:
 
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory) -> Path:
-    """A Qwen2 of 12 thousand parameters with random weights, sometimes right on small numbers."""
-    folder = tmp_path_factory.mktemp("model")
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(18)
-        model = Qwen2ForCausalLM(
-            Qwen2Config(
-                vocab_size=len(VOCABULARY), hidden_size=24, intermediate_size=48, num_hidden_layers=2,
-                num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=64, tie_word_embeddings=True,
-                pad_token_id=PAD_ID, bos_token_id=None, eos_token_id=EOS_ID,
-            )
-        )  # fmt: skip
-        for parameter in model.parameters():
-            parameter.data += 0.3 * torch.randn_like(parameter)
-    model.generation_config.eos_token_id = [EOS_ID, VOCABULARY["\n"]]
-    model.save_pretrained(folder)
-    character_tokenizer().save_pretrained(folder)
-    return folder
+    return save_random_model(tmp_path_factory.mktemp("model"))
 
 
 def config_of(folder: Path, **changes: Any) -> GroupSizeConfig:
@@ -176,6 +158,18 @@ def test_training_raises_the_return(model_dir, tmp_path, monkeypatch):
     # 30 iterations of 32, two evaluations of 12 + 12 questions with 4 completions.
     assert extras["completions"] == 30 * 32 + 2 * 24 * 4
     assert training.estimate(cell).completions == extras["completions"]
+
+
+@pytest.mark.slow
+def test_the_bundled_policy_learns_arithmetic(tmp_path):
+    """The default run, cut to ten updates of 64 completions: J rises by .25 on average over seeds."""
+    model = load_choice("model", "bundled-base")
+    config = GroupSizeConfig(
+        model=model, task=TaskConfig(name="arithmetic", num_questions=50), group_sizes=[4], budget=64, seeds=[0],
+        predict_seeds=[], iterations=10, checkpoints=[0], device="cpu",
+    )  # fmt: skip
+    rows, _ = training.run(training.plan(config)[0], made(tmp_path / "work"), quiet)
+    assert value(rows, "value", 10) - value(rows, "value", 0) > 0.15
 
 
 def test_an_evaluation_measures_the_exact_value_of_the_policy(model_dir):
