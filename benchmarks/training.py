@@ -32,7 +32,7 @@ from grpo_repro.policies.causal_lm import CausalLM
 COMPLETIONS, GROUP, LENGTH, STEPS = 1024, 16, 8, 6  # the first of the steps is not counted
 RATE = 1e-6  # small, so that the policy stays as it is
 LONG = 2 * DEMONSTRATIONS + DEMONSTRATIONS[:18]
-# Shortest and longest prompt, prefix, and TRL's batch per pass: on a CPU the fastest of 16, 64, 128, 256 and 1024.
+# Shortest and longest prompt, prefix, and TRL's batch per pass: on a CPU the fastest of those tried (16 to 1024).
 CASES = {"short": (12, 17, "14*3=42\n", 256), "long": (100, 150, LONG, 128)}
 MICRO_BATCH, SMALL_MICRO_BATCH = 256, 64
 
