@@ -189,6 +189,6 @@ def test_grpo_refuses_a_single_completion_by_name():
 
 
 def test_names_are_those_of_the_configuration():
-    from grpo_repro import config
+    from grpo_repro import schema
 
-    assert tuple(ESTIMATORS) == config.ESTIMATORS
+    assert tuple(ESTIMATORS) == schema.ESTIMATORS
