@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import statistics
 import time
 from collections.abc import Callable
@@ -67,6 +68,7 @@ def interleaved(functions: dict[str, Callable[[], object]], repeats: int) -> dic
 
 def peak_memory(function: Callable[[], object]) -> float:
     """Growth of the process's peak resident memory while a function runs, in MiB (Linux)."""
+    ctypes.CDLL(None).malloc_trim(0)  # what was freed before would hide what is taken now
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from what is resident now
     before = _status("VmRSS")
     function()

@@ -78,6 +78,7 @@ def launch(experiment: str, overrides: list[str], flags: Flags) -> Outcome | Non
             _hydra(experiment, ["--multirun"] if flags.multirun else [], [*overrides, *ours])
         except KeyboardInterrupt:
             interrupted = True
+            _stop_workers()
         outcomes = [Outcome(**json.loads(path.read_text())) for path in _outcome_files(folder)]
         joint = merge(outcomes) if outcomes else None
         _tidy(folder, interrupted, joint)
@@ -86,6 +87,14 @@ def launch(experiment: str, overrides: list[str], flags: Flags) -> Outcome | Non
     if interrupted:
         joint.status = INTERRUPTED
     return joint
+
+
+def _stop_workers() -> None:
+    """End joblib's idle workers: after an interruption its pool may wait minutes for them to time out."""
+    pool = sys.modules.get("joblib.externals.loky.reusable_executor")
+    executor = getattr(pool, "_executor", None)
+    if executor is not None:
+        executor.shutdown(wait=False, kill_workers=True)
 
 
 def _tidy(folder: Path, interrupted: bool, joint: Outcome | None) -> None:

@@ -58,6 +58,9 @@ def draw(rows: pd.DataFrame) -> Figure:
 
 def _draw_table(table: Table, ax: Axes, title: str) -> None:
     sizes, digits = table.group_sizes, decimals(table)
+    scale = 1000.0 if digits > 5 else 1.0  # small gaps: thousandths, so that a number fits into its cell
+    if scale > 1:
+        digits, title = digits - 3, f"{title}\n(in thousandths)"
     values = np.full((len(table.lines), len(sizes)), np.nan)
     for row, line in enumerate(table.lines):
         for size, mean in zip(line.selection.group_sizes, line.selection.means, strict=True):
@@ -70,8 +73,8 @@ def _draw_table(table: Table, ax: Axes, title: str) -> None:
         chosen = line.selection
         for place, size in enumerate(chosen.group_sizes):
             column = sizes.index(size)
-            text = f"{names.short(chosen.means[place].value, digits)}"
-            half = error(line, place, digits)
+            text = f"{names.short(scale * chosen.means[place].value, digits)}"
+            half = error(line, place, digits, scale)
             text += f"\n±{half}" if half != "none" else "\none run"
             if table.setting is not None:
                 text += f"\n({line.runs})"

@@ -41,12 +41,12 @@ def decimals(table: Table) -> int:
     return min(8, max(4, 2 - math.floor(math.log10(min(means))))) if means else 4
 
 
-def error(line: Line, place: int, digits: int) -> str:
+def error(line: Line, place: int, digits: int, scale: float = 1.0) -> str:
     """Write the half-width of an interval, or the standard error of a published accuracy."""
     mean = line.selection.means[place]
     if line.iteration is None:
-        return names.short(line.standard_error[place], digits)
-    return names.short(mean.value - mean.low, digits) if math.isfinite(mean.low) else "none"
+        return names.short(scale * line.standard_error[place], digits)
+    return names.short(scale * (mean.value - mean.low), digits) if math.isfinite(mean.low) else "none"
 
 
 def describe(found: list[Table]) -> str:
