@@ -42,6 +42,7 @@ reproduce: $(STAMP) mse training
 
 # Figure 4: the three policies.
 mse: $(STAMP)
+	@echo "SCALE=$(SCALE): about $(if $(filter full,$(SCALE)),an hour,17 minutes) on 2 cores; what is finished already is not run again" >&2
 	$(BIN)/grpo mse-eval $(PARALLEL) model=$(subst $() ,$(comma),$(POLICIES:%=bundled-%)) methods=[components],[monte_carlo]
 
 # Figure 5, Table 2 and the best G against n: the bundled policy, and 1,000 runs of each cell on a tabular one.
@@ -52,6 +53,8 @@ training: $(STAMP)
 ifeq ($(SCALE),full)
 	$(BIN)/grpo sweep group-size $(PARALLEL) '$(SEEDS)' schedule=cosine
 	$(BIN)/grpo sweep group-size $(PARALLEL) '$(SEEDS)' prompt_pool=50
+	$(BIN)/grpo sweep budget $(PARALLEL) model=tabular 'budgets=[64],[256],[1024]' model.family=curved model.family_args.asymmetry=0.0 iterations=200
+	$(BIN)/grpo sweep group-size $(PARALLEL) model=tabular 'group_sizes=[2,8,32],[4,16,64]' prompt_pool=16
 endif
 	$(BIN)/grpo sweep budget $(PARALLEL) model=tabular 'budgets=[64],[256],[1024]'
 	$(BIN)/grpo sweep budget $(PARALLEL) model=tabular 'budgets=[64],[256],[1024]' schedule=inverse learning_rate=20
