@@ -42,7 +42,7 @@ reproduce: $(STAMP) mse training
 
 # Figure 4: the three policies.
 mse: $(STAMP)
-	@echo "SCALE=$(SCALE): about $(if $(filter full,$(SCALE)),an hour,17 minutes) on 2 cores; what is finished already is not run again" >&2
+	@echo "SCALE=$(SCALE): about $(if $(filter full,$(SCALE)),an hour,13 minutes) on 2 cores; what is finished already is not run again" >&2
 	$(BIN)/grpo mse-eval $(PARALLEL) model=$(subst $() ,$(comma),$(POLICIES:%=bundled-%)) methods=[components],[monte_carlo]
 
 # Figure 5, Table 2 and the best G against n: the bundled policy, and 1,000 runs of each cell on a tabular one.
