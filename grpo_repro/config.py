@@ -6,7 +6,7 @@ dataclasses into Hydra's ConfigStore; `typed` turns a composed configuration int
 
 from __future__ import annotations
 
-from dataclasses import asdict, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -114,11 +114,6 @@ def typed(config: DictConfig) -> Any:
         # A shell passes \n as two characters, and a prompt with a literal backslash would be wrong without a sign.
         settings.model.template = settings.model.template.replace("\\n", "\n").replace("\\t", "\t")
     return settings
-
-
-def plain(config: Any) -> dict[str, Any]:
-    """Return a configuration dataclass as nested dictionaries, fit for a cell or for YAML."""
-    return asdict(config)
 
 
 def load_choice(group: str, name: str, overrides: list[str] | None = None) -> Any:

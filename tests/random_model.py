@@ -1,4 +1,4 @@
-"""A random causal language model on disk, small enough to enumerate its completions."""
+"""A random causal language model on disk, small enough to enumerate its completions, and a way to cut its cells off."""
 
 from __future__ import annotations
 
@@ -30,3 +30,15 @@ def save_random_model(folder: Path) -> Path:
     model.save_pretrained(folder)
     character_tokenizer().save_pretrained(folder)
     return folder
+
+
+class Interruption:
+    """Progress that is cut off at a call."""
+
+    def __init__(self, at: int) -> None:
+        self.at, self.calls = at, 0
+
+    def __call__(self, done: int, total: int, what: str) -> None:
+        self.calls += 1
+        if self.calls == self.at:
+            raise KeyboardInterrupt

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
-from random_model import save_random_model
+from random_model import Interruption, save_random_model
 
 from grpo_repro import stats
 from grpo_repro.cells import Cell
@@ -33,18 +33,6 @@ RANGES: dict[str, Any] = dict(operand_min=0, operand_max=4, factor_min=1, factor
 
 def quiet(done: int, total: int, what: str) -> None:
     pass
-
-
-class Interruption:
-    """Progress that is cut off at a call."""
-
-    def __init__(self, at: int) -> None:
-        self.at, self.calls = at, 0
-
-    def __call__(self, done: int, total: int, what: str) -> None:
-        self.calls += 1
-        if self.calls == self.at:
-            raise KeyboardInterrupt
 
 
 @pytest.fixture(scope="module")

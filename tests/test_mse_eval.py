@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from random_model import save_random_model
+from random_model import Interruption, save_random_model
 from safetensors.torch import load_file, save_file
 from small_models import completions as every_completion
 from small_models import padded
@@ -319,18 +319,6 @@ def test_length_of_completions_counts_the_end_token(language_rows):
 
 
 # Interruption.
-
-
-class Interruption:
-    """Progress that is cut off at a call."""
-
-    def __init__(self, at: int) -> None:
-        self.at, self.calls = at, 0
-
-    def __call__(self, done: int, total: int, what: str) -> None:
-        self.calls += 1
-        if self.calls == self.at:
-            raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize("method", ["components", "monte_carlo"])

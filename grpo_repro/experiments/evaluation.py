@@ -13,7 +13,7 @@ from jaxtyping import Float
 from grpo_repro import stats
 from grpo_repro.cells import Cell, Progress, cell_rng
 from grpo_repro.engine.sample import Rollout, greedy, sample, uniforms
-from grpo_repro.errors import UserError
+from grpo_repro.experiments.grading import grade
 from grpo_repro.experiments.language_mse import SAMPLED_AT_ONCE, PoolJob, measure_components
 from grpo_repro.experiments.state import Checkpoint
 from grpo_repro.policies.causal_lm import CausalLM
@@ -74,7 +74,7 @@ class Examination:
         self.prompts = [policy.encode(question.text) for question in task.questions]
 
     def reward(self, rollout: Rollout, numbers: list[int]) -> Float[np.ndarray, "prompts group"]:
-        """Rewards of completions; equal completions of a question are graded once.
+        """Rewards of completions, see `grading.grade`.
 
         Args:
             rollout: Completions.
@@ -83,22 +83,7 @@ class Examination:
         Raises:
             UserError: If a reward is not finite.
         """
-        rewards = np.empty(rollout.tokens.shape[:2])
-        tokens, lengths = rollout.tokens.tolist(), rollout.lengths.tolist()
-        for place, number in enumerate(numbers):
-            known: dict[tuple[int, ...], float] = {}
-            question = self.task.questions[number]
-            for k, (row, length) in enumerate(zip(tokens[place], lengths[place], strict=True)):
-                key = tuple(row[:length])
-                if key not in known:
-                    known[key] = float(self.task.reward(self.policy.decode(key), question))
-                rewards[place, k] = known[key]
-            if not np.isfinite(rewards[place]).all():
-                raise UserError(
-                    f"the reward of a completion of question {question.id!r} is {rewards[place].min()}; "
-                    f"task {self.task.name} must give finite rewards"
-                )
-        return rewards
+        return grade(self.policy, self.task.reward, [self.task.questions[i] for i in numbers], rollout)
 
     def sampled(self, iteration: int) -> tuple[Record, int]:
         """Mean reward of `eval_samples` completions of every question, and the number of tokens sampled.

@@ -19,6 +19,7 @@ from grpo_repro.engine.sample import Rollout, sample, uniforms
 from grpo_repro.engine.scores import Scorer, unique_completions
 from grpo_repro.errors import UserError
 from grpo_repro.estimators import ESTIMATORS
+from grpo_repro.experiments.grading import grade
 from grpo_repro.experiments.mse_eval import MAX_GROUPS, completions, settings
 from grpo_repro.experiments.mse_rows import (
     Measured,
@@ -79,19 +80,7 @@ class PoolJob:
             config["temperature"],
         )  # fmt: skip
         self.tokens += int(rollout.mask.sum())
-        return rollout, self._rewards(part, rollout)
-
-    def _rewards(self, part: range, rollout: Rollout) -> Float[np.ndarray, "p k"]:
-        rewards = np.empty(rollout.tokens.shape[:2])
-        for place, question in enumerate(part):
-            known: dict[tuple[int, ...], float] = {}
-            lengths = rollout.lengths[place].tolist()
-            for k, (tokens, length) in enumerate(zip(rollout.tokens[place].tolist(), lengths, strict=True)):
-                key = tuple(tokens[:length])
-                if key not in known:
-                    known[key] = float(self.reward(self.policy.decode(key), self.questions[question]))
-                rewards[place, k] = known[key]
-        return rewards
+        return rollout, grade(self.policy, self.reward, [self.questions[i] for i in part], rollout)
 
 
 def run(cell: Cell, workdir: Path, progress: Progress) -> tuple[pd.DataFrame, dict[str, Any]]:
