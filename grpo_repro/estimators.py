@@ -90,6 +90,35 @@ def optimal(rewards: Rewards, value: Baseline, optimal_baseline: Baseline) -> Re
     return rewards - optimal_baseline[..., None]
 
 
+def normalized(advantages: Rewards, rewards: Rewards) -> Rewards:
+    """Advantages over the standard deviation of their group: A_i = (Z_i - C_i) / se (Algorithm 2).
+
+    se^2 = (1/(G-1)) sum_i (Z_i - mean(Z))^2, with ddof = 1. A group of equal rewards has the advantage zero: its
+    leave-one-out advantages are 0/0, and nothing is added to the denominator, which would favour easy prompts.
+
+    Args:
+        advantages: Z - C, float64 ``[..., group]``.
+        rewards: Z, float64 ``[..., group]``, group >= 2.
+
+    Returns:
+        A ``[..., group]``. For binary rewards the estimate's mean is E[se] / Var(Z | x) times g(x), for every G.
+
+    Raises:
+        UserError: If the group holds a single completion.
+
+    >>> z = np.array([1.0, 0.0, 0.0, 1.0])
+    >>> one = np.zeros(())
+    >>> bool(np.isclose(normalized(grpo(z, one, one), z)[0], (2 / 3) / np.sqrt(1 / 3)))
+    True
+    """
+    if rewards.shape[-1] < 2:
+        raise UserError("a standard deviation needs group size >= 2, got 1; use a larger group or normalize=false")
+    deviation = rewards.std(-1, ddof=1, keepdims=True)
+    # Rewards that are equal may have a deviation of rounding error, never an advantage.
+    equal = (rewards == rewards[..., :1]).all(-1, keepdims=True)
+    return np.divide(advantages, deviation, out=np.zeros_like(advantages), where=~equal)
+
+
 ESTIMATORS: dict[str, Callable[[Rewards, Baseline, Baseline], Rewards]] = {
     "vanilla": vanilla,
     "grpo": grpo,

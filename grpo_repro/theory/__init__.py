@@ -1,0 +1,1 @@
+"""Numerical checks of every lemma, theorem and corollary of the paper; see docs/theory.md."""
