@@ -78,6 +78,16 @@ METRICS: dict[str, str] = {
     "zero_variance_fraction": "fraction of groups whose rewards are all equal",
     "gradient_norm": "||g_hat|| before clipping, averaged over iterations",
     "score_reward_correlation": "correlation of ||W||^2 with Z given the prompt (Assumption 2 says 0)",
+    "predicted": "a check of the theory: the value of its formula",
+    "upper_bound": "the same where the formula is an upper bound",
+    "lower_bound": "the same where the formula is a lower bound",
+    "reference": "the same where nothing is decided",
+    "observed": "a check of the theory: what was enumerated or simulated",
+    "tolerance": "largest difference of the two that is rounding",
+    "passed": "1 where the statement holds, else 0",
+    "curve_x": "abscissa of a point of a check's figure",
+    "curve_y": "its ordinate",
+    "kl_divergence": "KL(pi || pi_ref) from the initial policy, in nats per completion",
     "completion_length": "mean number of tokens of a completion, its EOS token included",
 }
 """Every metric and what it means."""
