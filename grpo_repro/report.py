@@ -46,6 +46,9 @@ def as_dict(outcome: Outcome) -> dict[str, Any]:
     }
     if outcome.plan:
         found["plan"] = outcome.plan
+    module = importlib.import_module(EXPERIMENTS[outcome.experiment])
+    if outcome.rows and hasattr(module, "details"):
+        found |= module.details(_rows(outcome))
     if outcome.failures:
         found["failures"] = outcome.failures
     if outcome.error is not None:
@@ -90,8 +93,11 @@ def _plan_table(outcome: Outcome) -> Any:
 
 
 def _summary(outcome: Outcome) -> Any:
+    return importlib.import_module(EXPERIMENTS[outcome.experiment]).summary(_rows(outcome))
+
+
+def _rows(outcome: Outcome) -> Any:
     from grpo_repro.results import read_results
 
     rows = read_results(outcome.results_dir, outcome.experiment)
-    module = importlib.import_module(EXPERIMENTS[outcome.experiment])
-    return module.summary(rows[rows["cell_id"].isin(outcome.cells)])
+    return rows[rows["cell_id"].isin(outcome.cells)]
