@@ -60,9 +60,14 @@ def as_dict(outcome: Outcome) -> dict[str, Any]:
 
 def _print(renderable: Any) -> None:
     from rich.console import Console
+    from rich.measure import Measurement
 
-    # A pipe has no width: rich's 80 columns would cut numbers off.
-    Console(width=None if sys.stdout.isatty() else 160).print(renderable)
+    console = Console()
+    if not sys.stdout.isatty():
+        # A pipe has no width: rich's 80 columns would cut numbers off, and one line is easier to search than three.
+        console = Console(width=10_000)
+        console = Console(width=max(160, Measurement.get(console, console.options, renderable).maximum))
+    console.print(renderable)
 
 
 def _plan_table(outcome: Outcome) -> Any:

@@ -43,6 +43,7 @@ class Panel:
 
 
 G = "group size $G$"
+N_GAP = r"$n \times$ mean gap"
 PANELS: dict[tuple[str, str], Panel] = {
     ("theorem-2", "mse"): Panel("error of one prompt's estimate", G, r"$E\,\|\hat g - g\|^2$", True, True),
     ("theorem-2", "difference"): Panel("GRPO less oracle", G, "difference of MSE", True, True),
@@ -50,6 +51,9 @@ PANELS: dict[tuple[str, str], Panel] = {
     ("lemma-6", "constant"): Panel("constant rate", "iteration $n$", "mean gap", False, True),
     ("lemma-6", "inverse"): Panel(r"rate $\beta/i$", "iteration $n$", "mean gap", True, True),
     ("corollary-5", "order"): Panel("error against the baseline", "baseline $b$", r"$G \times$ MSE over the oracle's"),
+    ("theorem-7", "curved"): Panel("curved", G, N_GAP, True),
+    ("theorem-7", "three-actions"): Panel("three actions", G, N_GAP, True),
+    ("theorem-7", "flat-direction"): Panel("curved, noise along a flat direction", G, N_GAP, True),
     ("theorem-8", "law"): Panel("law of the gap", r"$n \times$ gap", "probability of less"),
     ("theorem-8", "convergence"): Panel(
         "distance to the limit", "iteration $n$", "Kolmogorov-Smirnov distance", True, True

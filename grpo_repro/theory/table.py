@@ -45,7 +45,7 @@ def _cells(finding: Finding) -> tuple[str, str, str, str, str, str]:
     if finding.low is not None and finding.high is not None:
         margin = f"[{finding.low:.5g}, {finding.high:.5g}]"
     else:
-        margin = "" if finding.tolerance is None or finding.rule == REPORTED else f"within {finding.tolerance:.2g}"
+        margin = "" if not finding.tolerance or finding.rule == REPORTED else f"within {finding.tolerance:.2g}"
     verdict = "-" if finding.rule == REPORTED else "holds" if finding.passed else "FAILS"
     return finding.statement, finding.setting, predicted, f"{finding.observed:.6g}", margin, verdict
 
