@@ -26,7 +26,7 @@ LARGEST: dict[str, int] = {
     "kl_coefficient": 10**6,
     "prompt_pool": 10**6,
     "eval_samples": 10**5,
-    "runs": 10**7,
+    "runs": 10**6,
     "seeds": 2**63 - 1,
     "max_new_tokens": 10**6,
     "micro_batch": 10**7,

@@ -75,7 +75,7 @@ def _common(config: MseEvalConfig | TrainingConfig | TheoryConfig) -> None:
 def _theory(config: TheoryConfig) -> None:
     if config.checks is not None:
         check_names("checks", config.checks, list(CHECKS))
-    between("runs", config.runs, 1000, "a simulated law needs some")
+    between("runs", config.runs, 2000, "with fewer the intervals miss more often than they say")
 
 
 def _with_policy(config: MseEvalConfig | TrainingConfig) -> None:

@@ -157,7 +157,7 @@ def test_cells_depend_on_the_runs_only_where_they_are_simulated():
         (["lemma-12"], "unknown check 'lemma-12'; did you mean 'lemma-1"),
         (["lemma-1", "lemma-1"], "names [lemma-1] more than once"),
         (["lemma-1", "checks=[lemma-6]"], "checks are named twice"),
-        (["runs=5"], "runs=5 is too small; use 1000 or more"),
+        (["runs=5"], "runs=5 is too small; use 2000 or more"),
         (["seeds=[]"], "seeds is empty"),
         (["confidence=1"], "confidence=1.0 is not between 0 and 1"),
         (["model=tabular"], "unknown key 'model'; known: checks, runs"),

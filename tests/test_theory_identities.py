@@ -294,14 +294,16 @@ def test_slope_and_its_interval_cover_the_truth():
     """Of 2000 simulated slopes the 95% interval misses 5% +- 4 standard errors."""
     rng, x = np.random.default_rng(0), np.array([2.0, 4.0, 8.0, 16.0])
     truth, standard_error = 3 * x**-2, 0.03 * x**-1.7
-    found = [laws.log_slope(x, truth + standard_error * rng.normal(size=4), standard_error, 0.95) for _ in range(2000)]
+    found = [
+        laws.log_slope(x, truth + standard_error * rng.normal(size=4), standard_error, truth, 0.95) for _ in range(2000)
+    ]
     missed = np.mean([not interval.low <= -2 <= interval.high for interval in found])
     assert abs(missed - 0.05) < 4 * math.sqrt(0.05 * 0.95 / 2000)
-    assert laws.log_slope(x, truth, standard_error, 0.95).value == pytest.approx(-2, abs=1e-12)
+    assert laws.log_slope(x, truth, standard_error, truth, 0.95).value == pytest.approx(-2, abs=1e-12)
 
 
 def test_slope_of_a_difference_that_is_not_positive_is_not_a_number():
-    found = laws.log_slope(np.array([1.0, 2.0]), np.array([1.0, -1.0]), np.ones(2), 0.95)
+    found = laws.log_slope(np.array([1.0, 2.0]), np.array([1.0, -1.0]), np.ones(2), np.ones(2), 0.95)
     assert isinstance(found, stats.Interval) and np.isnan([found.value, found.low, found.high]).all()
 
 

@@ -139,15 +139,17 @@ def log_slope(
     x: Float64[np.ndarray, " points"],
     y: Float64[np.ndarray, " points"],
     standard_error: Float64[np.ndarray, " points"],
+    expected: Float64[np.ndarray, " points"],
     confidence: float,
 ) -> stats.Interval:
     """Slope of log y against log x by weighted least squares, y being independent means of known standard error.
 
-    The standard error of log y is that of y over y (delta method). Not a number where some y is not positive.
+    The standard error of log y is that of y over E y (delta method). With y itself in its place a point that happens to
+    lie low would count for less, and the slope be biased. Not a number where some y is not positive.
     """
     if (y <= 0).any():
         return stats.Interval(np.nan, np.nan, np.nan)
-    log_x, weight = np.log(x), (y / standard_error) ** 2
+    log_x, weight = np.log(x), (expected / standard_error) ** 2
     centred = log_x - weight @ log_x / weight.sum()
     spread = weight @ centred**2
     slope = float(weight @ (centred * np.log(y)) / spread)

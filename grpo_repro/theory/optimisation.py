@@ -122,9 +122,11 @@ def _bound_curves(
 SIZES = (2, 4, 6, 8, 12, 16, 24, 32)
 TOTAL = 192
 """N; every size divides it."""
-ALLOWED = 0.03
-"""Relative distance of n E gap from its limit that is put down to the finite n: (2.0 +- .2)% at n = 30, by 12,000 runs
-of each size."""
+ALLOWED = 0.04
+"""Relative distance of n E gap from its limit that is put down to the finite n.
+
+At n = 30 it is (2.0 +- .2)% on average, and (3.2 +- .5)% where it is largest (three actions, G = 2), by 40,000 runs.
+"""
 
 
 def theorem_7(work: Work, formula: Callable[[float, float], float] = ustat.optimal_group_size) -> Report:
@@ -154,7 +156,7 @@ def theorem_7(work: Work, formula: Callable[[float, float], float] = ustat.optim
         deviations[name] = _furthest_deviation(tables[name], predicted)
     level = 1 - (1 - work.confidence) / (len(SIZES) * len(settings))
     findings.append(
-        exact("law", "n E gap = sum of Theorem 8's weights at every G: furthest, standard errors beyond 3% (finite n)",
+        exact("law", "n E gap = sum of Theorem 8's weights at every G: furthest, standard errors beyond 4% (finite n)",
               f"{', '.join(settings)}; N = {TOTAL}, {_count(work)} runs", stats.quantile(level, math.inf),
               max(deviations.values()), 0.0, AT_MOST)
     )  # fmt: skip
