@@ -88,7 +88,10 @@ class _Run:
         """Load policy and questions, and take up what an interruption left."""
         config = cell.config
         model, test_config = settings(cell)
-        tasks = [training_task(test_config, config["prompt_pool"]), load_task(test_config)]
+        tasks = [
+            training_task(test_config, config["prompt_pool"]),
+            load_task(replace(test_config, format_reward=0.0)),  # accuracy is that of answers alone
+        ]
         if model.dtype == "auto":
             model = replace(model, dtype="float32")  # small updates are lost in the 8 bits of bfloat16
         policy = causal_lm.load(model, config["device"])
@@ -161,11 +164,12 @@ class _Run:
         """Measure J on the training questions, accuracy on the test questions and, for some seeds, G*."""
         value, tokens = self.train.sampled(iteration)
         accuracy, more = self.test.sampled(iteration)
+        outcomes = self.test.outcomes(iteration)
         self.value = value.value
         self.counts += [value.count + accuracy.count, tokens + more]
         gap = replace(value, metric="suboptimality_gap", value=1 - value.value, low=1 - value.high, high=1 - value.low)
         greedy = self.test.greedy(iteration)
-        self.records += [value, gap, replace(accuracy, metric="accuracy"), greedy]
+        self.records += [value, gap, replace(accuracy, metric="accuracy"), greedy, *outcomes]
         if self.cell.config["predict"]:
             records, counts = self.train.components(iteration, self.cell, self.workdir, self.progress)
             self.records += records
