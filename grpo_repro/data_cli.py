@@ -56,6 +56,8 @@ def check(task: Task, overrides: Overrides = None, as_json: Json = False) -> Non
     if as_json:
         facts = {"questions": len(questions), "kinds": dict(kinds), "data_hash": loaded.data_hash}
         print(json.dumps({"task": loaded.name, **facts, "problems": problems}))
+        if problems:
+            raise typer.Exit(1)
     else:
         print(f"{loaded.name}: {len(questions)} questions, data hash {loaded.data_hash}")
         for kind, number in sorted(kinds.items()):

@@ -79,6 +79,8 @@ METRICS: dict[str, str] = {
     "gradient_norm": "||g_hat|| before clipping, averaged over iterations",
     "score_reward_correlation": "correlation of ||W||^2 with Z given the prompt (Assumption 2 says 0)",
     "completion_length": "mean number of tokens of a completion, its EOS token included",
+    "truncated_fraction": "fraction of training completions that were cut off before an answer",
+    "error_fraction": "fraction of training completions on which the verifier failed or ran out of time",
     "outcome_right": "number of graded completions (count: of all) whose answer is right",
     "outcome_wrong": "number of those with another answer",
     "outcome_no_answer": "number of those that ended without an answer",

@@ -13,7 +13,7 @@ from jaxtyping import Float
 from grpo_repro import stats
 from grpo_repro.cells import Cell, Progress, cell_rng
 from grpo_repro.engine.sample import Rollout, greedy, sample, uniforms
-from grpo_repro.experiments.grading import OUTCOME_METRICS, Tally, grade
+from grpo_repro.experiments.grading import OUTCOME_METRICS, UNANSWERED, Tally, grade
 from grpo_repro.experiments.language_mse import SAMPLED_AT_ONCE, PoolJob, measure_components
 from grpo_repro.experiments.state import Checkpoint
 from grpo_repro.policies.causal_lm import CausalLM
@@ -24,6 +24,7 @@ PREDICTION_QUESTIONS = 200
 METRICS = (
     "value", "suboptimality_gap", "accuracy", "greedy_accuracy", "reward_mean", "zero_variance_fraction",
     "gradient_norm", "completion_length", "c1", "c2", "c3", "optimal_group_size", *OUTCOME_METRICS,
+    *UNANSWERED,
 )  # fmt: skip
 """Metrics of a training run; their order numbers them in saved states."""
 

@@ -19,6 +19,9 @@ from grpo_repro.tasks import Question
 OUTCOME_METRICS = (*(f"outcome_{name}" for name in OUTCOMES), "questions_excluded")
 """Metrics that count outcomes, in the order of `OUTCOMES`, and questions that are not asked."""
 
+UNANSWERED = ("truncated_fraction", "error_fraction")
+"""Metrics of training completions that were not paid for another reason than their answer."""
+
 
 @dataclass
 class Tally:
@@ -33,6 +36,12 @@ class Tally:
     def add(self, outcome: str, times: int) -> None:
         """Count completions."""
         self.counts[OUTCOMES.index(outcome)] += times
+
+    def unanswered(self) -> tuple[float, float]:
+        """Fractions that were cut off before an answer, and on which the verifier failed (`UNANSWERED`)."""
+        cut, failed = (float(self.counts[OUTCOMES.index(name)]) for name in ("truncated", "error"))
+        total = max(int(self.counts.sum()), 1)
+        return cut / total, failed / total
 
     def rows(self, task: Any) -> list[tuple[str, float, int]]:
         """Metric, value and count of each outcome, none for a task that does not tell them apart.

@@ -21,6 +21,7 @@ from grpo_repro.engine.update import Learner
 from grpo_repro.errors import NotFinite, UserError
 from grpo_repro.estimators import ESTIMATORS
 from grpo_repro.experiments.evaluation import Examination, Record
+from grpo_repro.experiments.grading import UNANSWERED, Tally
 from grpo_repro.experiments.language_mse import SAMPLED_AT_ONCE, SMALL_MODEL
 from grpo_repro.experiments.mse_eval import settings
 from grpo_repro.experiments.state import Checkpoint
@@ -30,7 +31,7 @@ from grpo_repro.results import to_table, write_table
 from grpo_repro.tasks import load_task
 
 STATE = "run"
-WINDOW = ("reward_mean", "zero_variance_fraction", "gradient_norm", "completion_length")
+WINDOW = ("reward_mean", "zero_variance_fraction", "gradient_norm", "completion_length", *UNANSWERED)
 """Training averages, in the order of the window's sums; the last sum counts iterations."""
 
 
@@ -119,13 +120,14 @@ class _Run:
         chosen = question_numbers(config, len(self.train.prompts), iteration)
         prompts = [self.train.prompts[i] for i in chosen]
         rollout = self._sample(prompts, iteration)
+        self.train.tally = Tally()
         rewards = self.train.reward(rollout, chosen)
         blank = np.zeros(len(chosen))
         advantages = ESTIMATORS[config["estimator"]](rewards, blank, blank)
         norm = self.learner.step(prompts, rollout, advantages, iteration)
         equal = float((rewards == rewards[:, :1]).all(1).mean())
         length = float(rollout.lengths.double().mean())
-        self.window += [float(rewards.mean()), equal, norm, length, 1.0]
+        self.window += [float(rewards.mean()), equal, norm, length, *self.train.tally.unanswered(), 1.0]
         self.counts += [len(chosen) * group, float(rollout.mask.sum())]
         every = config["log_every"]
         if iteration in config["checkpoints"] or (every is not None and iteration % every == 0):
@@ -157,6 +159,8 @@ class _Run:
     def _log(self, iteration: int) -> None:
         count = int(self.window[-1])
         for name, total in zip(WINDOW, self.window, strict=False):
+            if name in UNANSWERED and not hasattr(self.train.task, "grade"):
+                continue
             self.records.append(Record(name, iteration, total / count, count=count))
         self.window[:] = 0
 
@@ -195,6 +199,8 @@ class _Run:
         state: dict[str, Tensor] | None = self.checkpoint.load(STATE)
         if state is None or not {"done", "records", "window", "counts"} <= state.keys():
             return
+        if state["window"].shape != self.window.shape:
+            return  # saved by a version that averaged other things
         self.done = int(state.pop("done"))
         self.records = [Record.from_numbers(row) for row in state.pop("records").tolist()]
         self.window, self.counts = (state.pop(name).numpy().copy() for name in ("window", "counts"))

@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 from collections import deque
 
-_TOKEN = re.compile(r"\\f?boxed\s{0,8}\{|\\.|[{}]", re.DOTALL)
-_BOX = re.compile(r"\\f?boxed\s{0,8}(?=\{)")
+_TOKEN = re.compile(r"\\(?:boxed|fbox)\s{0,8}\{|\\.|[{}]", re.DOTALL)
+_BOX = re.compile(r"\\(?:boxed|fbox)\s{0,8}(?=\{)")
 # TeX's short form, as in "\boxed 5$".
-_SHORT = re.compile(r"\\f?boxed\s{1,8}([+-]?[0-9][0-9.,/]*+|[A-Za-z](?![A-Za-z]))")
+_SHORT = re.compile(r"\\(?:boxed|fbox)\s{1,8}([+-]?[0-9][0-9.,/]*+|[A-Za-z](?![A-Za-z]))")
 _DEEPEST = 50
+_LONGEST = 10_000
 
 
 def last_boxed(text: str) -> str | None:
@@ -26,7 +27,7 @@ def last_boxed(text: str) -> str | None:
     >>> last_boxed(r"\boxed{3}, no, \boxed{\frac{1}{2}}"), last_boxed(r"\boxed{\boxed{5}}"), last_boxed(r"\boxed{1")
     ('\\frac{1}{2}', '5', None)
     """
-    if "boxed" not in text:
+    if "box" not in text:
         return None
     opened: list[tuple[bool, int, int]] = []
     closed: list[tuple[int, int, int]] = []
@@ -49,6 +50,8 @@ def last_boxed(text: str) -> str | None:
 def _unboxed(content: str) -> str:
     r"""Open the boxes inside a box: `x = \boxed{5}` is `x = {5}`, and a lone `{5}` is 5."""
     content = _BOX.sub("", content).strip()
+    if len(content) > _LONGEST:
+        return content
     for _ in range(_DEEPEST):
         if not (content.startswith("{") and content.endswith("}") and balanced(content[1:-1])):
             break

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from fractions import Fraction
+from itertools import islice
 
 Value = tuple[str, str, int]
 """A number in canonical form: ("-" or "", significant digits, power of ten), or ("/", "a/b", 0) if it has no end."""
@@ -32,8 +33,8 @@ _FRACTION = re.compile(r"\\[dtc]?frac\s?(?:\{([0-9.,]++)\}|([0-9]))\s?(?:\{([0-9
 _AROUND = re.compile(r"[A-Za-z\s$%.\u20ac\u00a3\u00a5\u20b9\\]*")
 
 
-def find(text: str) -> Iterator[tuple[int, int, Value | None]]:
-    r"""Yield the numbers of a text with their places.
+def find(text: str) -> Iterator[re.Match[str]]:
+    r"""Yield the numbers of a text as matches, which `value` reads.
 
     A sign counts when it touches the number (or its currency) and does not follow a digit, letter, percent sign or
     closing bracket: in "50-8" it is an operator. Digits that follow a letter ("x42") are no number.
@@ -41,15 +42,10 @@ def find(text: str) -> Iterator[tuple[int, int, Value | None]]:
     Args:
         text: Any text; `\frac{a}{b}` must have been replaced by `plain_fractions`.
 
-    Yields:
-        Start, end and value; the value is None where the number is written but cannot be read (a zero denominator, an
-        exponent of ten digits).
-
-    >>> [value for _, _, value in find("from $1,234.50 to \u22126 apples.")]
+    >>> [value(match) for match in find("from $1,234.50 to \u22126 apples.")]
     [('', '12345', -1), ('-', '6', 0)]
     """
-    for match in _NUMBER.finditer(text):
-        yield match.start(), match.end(), _value(match)
+    return _NUMBER.finditer(text)
 
 
 def plain_fractions(text: str) -> str:
@@ -64,18 +60,18 @@ def only(text: str) -> Value | None:
     (('', '725', 1), ('', '18', 0), None, None)
     """
     text = plain_fractions(text)
-    found = list(find(text))
+    found = list(islice(find(text), 2))
     if len(found) != 1:
         return None
-    start, end, value = found[0]
-    around = _AROUND.fullmatch(text[:start]) and _AROUND.fullmatch(text[end:])
-    return value if around else None
+    (match,) = found
+    around = _AROUND.fullmatch(text[: match.start()]) and _AROUND.fullmatch(text[match.end() :])
+    return value(match) if around else None
 
 
 def exact(text: str) -> Value | None:
     """The number that a whole text is, without units; None if it is anything else."""
     match = _NUMBER.fullmatch(text)
-    return _value(match) if match else None
+    return value(match) if match else None
 
 
 def fraction(numerator: str, denominator: str, whole: str = "0", negative: bool = False) -> Value | None:
@@ -85,11 +81,12 @@ def fraction(numerator: str, denominator: str, whole: str = "0", negative: bool 
     under = Fraction(denominator)
     if not under:
         return None
-    value = Fraction(whole) + Fraction(numerator) / under
-    return _reduced(-value if negative else value)
+    total = Fraction(whole) + Fraction(numerator) / under
+    return _reduced(-total if negative else total)
 
 
-def _value(match: re.Match[str]) -> Value | None:
+def value(match: re.Match[str]) -> Value | None:
+    """The value of a number that `find` gave; None for a zero denominator or an exponent of ten digits."""
     whole = re.sub("[^0-9]", "", match["whole"] or "")
     part = match["part"] or match["bare"] or ""
     negative = any(match[name] not in (None, "+") for name in ("sign", "minus"))
@@ -109,14 +106,14 @@ def _canonical(negative: bool, digits: str, exponent: int) -> Value:
     return "-" if negative else "", short, exponent + len(digits) - len(short)
 
 
-def _reduced(value: Fraction) -> Value:
-    """A fraction as a finite decimal where it is one, so that 1/2 and 0.5 are the same value."""
-    rest, twos, fives = value.denominator, 0, 0
+def _reduced(number: Fraction) -> Value:
+    """A fraction as a finite decimal where it is one, so that 1/2 and 0.5 are the same number."""
+    rest, twos, fives = number.denominator, 0, 0
     while rest % 2 == 0:
         rest, twos = rest // 2, twos + 1
     while rest % 5 == 0:
         rest, fives = rest // 5, fives + 1
     if rest != 1:
-        return "/", f"{value.numerator}/{value.denominator}", 0
+        return "/", f"{number.numerator}/{number.denominator}", 0
     places = max(twos, fives)
-    return _canonical(value < 0, str(abs(value.numerator) * 10**places // value.denominator), -places)
+    return _canonical(number < 0, str(abs(number.numerator) * 10**places // number.denominator), -places)

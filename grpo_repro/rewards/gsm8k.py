@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Iterator
 
 from grpo_repro.rewards import Verdict
 from grpo_repro.rewards.boxed import last_boxed
-from grpo_repro.rewards.decimals import Value, find, only, plain_fractions
+from grpo_repro.rewards.decimals import Value, find, only, plain_fractions, value
 
 MARKER = "####"
 _PHRASE = re.compile(r"\banswer\b[*_\s]{0,4}(?:is\b|would be\b|comes to\b|[:=])", re.IGNORECASE)
@@ -66,7 +65,7 @@ def extract(completion: str, cut: bool = False) -> Found | None:
     if found is None:
         found = _after_phrase(completion)
     if found is None and not cut:
-        found = _last(completion, 0, len(completion))
+        found = _pick(completion, 0, len(completion), last=True)
     return None if found is None or (cut and found[1] == len(completion)) else found
 
 
@@ -85,12 +84,12 @@ def _marked(text: str) -> Found | None:
     end = text.find("\n", start)
     end = len(text) if end < 0 else end
     start = max(start, text.rfind("=", start, end) + 1)
-    return next(_numbers(text, start, end), None)
+    return _pick(text, start, end, last=False)
 
 
 def _boxed_value(content: str) -> Value | None:
-    value = only(content.rpartition("=")[2])
-    return value if value is not None else only(re.sub(r"\\(?:text|mathrm|mbox)\{[^{}]*\}|\\[,;!]", "", content))
+    """The one number of a box, after its last equals sign and without units in words."""
+    return only(re.sub(r"\\(?:text|mathrm|mbox)\{[^{}]*\}|\\[;!]", "", content.rpartition("=")[2]))
 
 
 def _after_phrase(text: str) -> Found | None:
@@ -99,16 +98,14 @@ def _after_phrase(text: str) -> Found | None:
     if match is None:
         return None
     end = _END.search(text, match.end())
-    return _last(text, match.end(), end.start() if end else len(text))
+    return _pick(text, match.end(), end.start() if end else len(text), last=True)
 
 
-def _last(text: str, start: int, end: int) -> Found | None:
-    return next(iter(deque(_numbers(text, start, end), maxlen=1)), None)
-
-
-def _numbers(text: str, start: int, end: int) -> Iterator[Found]:
-    """Numbers of a part of the text; the place of the last is exact if it ends the part."""
+def _pick(text: str, start: int, end: int, last: bool) -> Found | None:
+    """The first or last number of a part of the text; where it ends is exact if it ends the part."""
     piece = text[start:end]
     plain = plain_fractions(piece)
-    for _, stop, value in find(plain):
-        yield value, end if stop == len(plain) else start + min(stop, len(piece) - 1)
+    match = next(iter(deque(find(plain), maxlen=1)), None) if last else next(find(plain), None)
+    if match is None:
+        return None
+    return value(match), end if match.end() == len(plain) else start + min(match.end(), len(piece) - 1)

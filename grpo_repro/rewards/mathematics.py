@@ -58,8 +58,8 @@ def normal(text: str) -> str:
 def prepared(text: str) -> str:
     r"""An answer as math-verify gets it: without currency, percent, degrees, units and full stop."""
     text = _DROPPED.sub("", text.translate(_SIGNS)).strip()
-    text = _UNIT.sub("", text)
-    return text[:-1].rstrip() if text.endswith((".", ",")) else text
+    text = text[:-1].rstrip() if text.endswith((".", ",")) else text
+    return _UNIT.sub("", text)
 
 
 def number(text: str) -> Value | None:

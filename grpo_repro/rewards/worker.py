@@ -11,6 +11,7 @@ import os
 import resource
 import signal
 import sys
+from contextlib import suppress
 from typing import Any
 
 MEMORY_BYTES = 4 * 2**30
@@ -101,7 +102,8 @@ def main() -> None:
     out = os.fdopen(os.dup(1), "wb", buffering=0)
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 1)
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    with suppress(OSError, ValueError):  # not every system has this limit
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     import logging
 
     import math_verify  # noqa: F401
