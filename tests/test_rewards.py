@@ -275,6 +275,7 @@ HOSTILE = {
     "surrogates": "\\boxed{" + "\ud800" * 100 + "}",
     "zero bytes": "\\boxed{\0}",
     "code": "\\boxed{__import__('os').system('touch hacked')}",
+    "code in a set": "\\boxed{\\{\\text{__import__('os').system('touch hacked')}, open('hacked','w')\\}}",
     "signs": "-" * 10**6 + "1",
 }
 
