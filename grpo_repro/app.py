@@ -52,6 +52,11 @@ def iterations(config: DictConfig) -> None:
     run_task("iterations", config)
 
 
+def theory(config: DictConfig) -> None:
+    """Run checks of the paper's statements."""
+    run_task("theory", config)
+
+
 def run_task(experiment: str, config: DictConfig) -> None:
     """Run one job and leave its outcome in its output folder, where the command line collects it.
 
@@ -132,7 +137,8 @@ def execute(experiment: str, config: DictConfig, bars: bool) -> Outcome:
     module: Any = importlib.import_module(EXPERIMENTS[experiment])
     if settings.dry_run:
         return runner.dry_run(module, experiment, settings)
-    _check_device(settings)
+    if hasattr(settings, "device"):
+        _check_device(settings)
     if settings.threads is not None:
         import torch
 

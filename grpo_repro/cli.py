@@ -10,7 +10,7 @@ from typing import Annotated, Any, Optional
 
 import typer
 
-from grpo_repro.cli_help import ExperimentCommand, complete_override
+from grpo_repro.cli_help import ExperimentCommand, complete_check, complete_override
 from grpo_repro.config import EXPERIMENTS
 from grpo_repro.data_cli import data_app
 from grpo_repro.errors import RunError, UserError
@@ -102,6 +102,25 @@ def iterations(
 ) -> None:  # fmt: skip
     """The best G against the number n of iterations."""
     _experiment("iterations", overrides, dry_run, as_json, multirun, cfg)
+
+
+@app.command("theory", cls=ExperimentCommand)
+def theory(
+    words: Annotated[
+        Optional[list[str]],  # noqa: UP045
+        typer.Argument(metavar="[CHECK|OVERRIDE]", help="Names of checks, all by default; Hydra overrides, KEY=VALUE.",
+                       autocompletion=complete_check),
+    ] = None,
+    dry_run: DryRun = False, as_json: Json = False, multirun: Multirun = False, cfg: Cfg = None,
+) -> None:  # fmt: skip
+    """Check the paper's lemmas, theorems and corollaries numerically; exit 1 if one does not hold."""
+    given = words or []
+    named, overrides = [word for word in given if "=" not in word], [word for word in given if "=" in word]
+    if named and any(word.partition("=")[0] == "checks" for word in overrides):
+        raise UserError(f"checks are named twice, {named[0]} and by checks=; use one of the two")
+    if named:
+        overrides = [f"checks=[{','.join(named)}]", *overrides]
+    _experiment("theory", overrides, dry_run, as_json, multirun, cfg)
 
 
 def _experiment(

@@ -9,6 +9,7 @@ from typing import Any
 from typer.core import TyperCommand
 
 from grpo_repro.config import SCHEMAS, choices
+from grpo_repro.theory.catalog import CHECKS
 
 GROUPS = ("model", "task")
 EXAMPLES: dict[str, tuple[str, ...]] = {
@@ -36,6 +37,11 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "grpo sweep iterations iterations=400 'checkpoints=[0,25,50,100,200,400]'",
         "grpo sweep iterations -m schedule=constant,cosine",
     ),
+    "theory": (
+        "grpo theory",
+        "grpo theory theorem-8 corollary-9 --json",
+        "grpo theory theorem-8 runs=100000 'seeds=[1,2,3]'",
+    ),
 }
 
 
@@ -44,10 +50,15 @@ class ExperimentCommand(TyperCommand):
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
         """Write what the overrides can be."""
-        with formatter.section("Config groups"):
-            formatter.write_dl([(group, ", ".join(choices(group))) for group in GROUPS])
+        schema = SCHEMAS[self.name or ""]
+        if set(GROUPS) <= {item.name for item in fields(schema)}:
+            with formatter.section("Config groups"):
+                formatter.write_dl([(group, ", ".join(choices(group))) for group in GROUPS])
+        else:
+            with formatter.section("Checks"):
+                formatter.write_dl([(name, entry.title) for name, entry in CHECKS.items()])
         with formatter.section("Keys and defaults"):
-            formatter.write_dl(_defaults(SCHEMAS[self.name or ""]))
+            formatter.write_dl(_defaults(schema))
         with formatter.section("Examples"):
             for example in EXAMPLES[self.name or ""]:
                 formatter.write(f"  {example}\n")
@@ -80,6 +91,11 @@ def complete_override(incomplete: str) -> list[str]:
         return [name for name in choices(group) if name.startswith(incomplete)]
     words = [f"{group}={name}" for group in GROUPS for name in choices(group)]
     return [word for word in words if word.startswith(incomplete)]
+
+
+def complete_check(incomplete: str) -> list[str]:
+    """Complete the names of checks."""
+    return [name for name in CHECKS if name.startswith(incomplete)]
 
 
 def _split_group() -> str | None:

@@ -19,6 +19,7 @@ from grpo_repro.schema import (
     ModelConfig,
     MseEvalConfig,
     TaskConfig,
+    TheoryConfig,
     TrainConfig,
 )
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 EXPERIMENTS: dict[str, str] = {
     "mse-eval": "grpo_repro.experiments.mse_eval",
     **dict.fromkeys(("train", "group-size", "budget", "iterations"), "grpo_repro.experiments.training"),
+    "theory": "grpo_repro.experiments.theory",
 }
 """Name of each experiment and the module that implements it."""
 
@@ -43,11 +45,12 @@ SCHEMAS: dict[str, type] = {
     "group-size": GroupSizeConfig,
     "budget": BudgetConfig,
     "iterations": IterationsConfig,
+    "theory": TheoryConfig,
 }
 """Schema of each experiment."""
 
 NESTED: dict[str, type] = {"model": ModelConfig, "task": TaskConfig}
-"""Config groups of every experiment and their schemas."""
+"""Config groups of the experiments that have a policy, and their schemas."""
 
 
 def conf_dir() -> Path:
@@ -78,7 +81,8 @@ def register() -> None:
     store = ConfigStore.instance()
     for name, schema in SCHEMAS.items():
         # A nameless model instead of None: a sweep over models can then set `model.path` for all of them.
-        store.store(group="schema", name=name, node=schema(model=ModelConfig()), package="_global_")
+        node = schema(model=ModelConfig()) if "model" in keys(schema) else schema()
+        store.store(group="schema", name=name, node=node, package="_global_")
 
 
 def typed(config: DictConfig) -> Any:
@@ -88,7 +92,7 @@ def typed(config: DictConfig) -> Any:
         config: What Hydra composed from one of the schemas.
 
     Returns:
-        An instance of the dataclass that is the schema; its `model` is None if nothing of one was set.
+        An instance of the dataclass that is the schema; its `model`, if it has one, is None if nothing of it was set.
 
     Raises:
         UserError: If a key was added that the schema does not have.
@@ -107,6 +111,8 @@ def typed(config: DictConfig) -> Any:
             if f"{prefix}{key}" not in known:
                 raise UserError(f"unknown key {prefix + str(key)!r}; leave out +{prefix}{key}")
     settings: Any = OmegaConf.to_object(config)
+    if "model" not in known:
+        return settings
     if settings.model == ModelConfig():
         settings.model = None
     else:

@@ -24,6 +24,9 @@ from typing import TypeVar
 
 import numpy as np
 import torch
+from jaxtyping import Float
+
+from grpo_repro.estimators import grpo
 
 Array = TypeVar("Array", np.ndarray, torch.Tensor)
 
@@ -71,7 +74,11 @@ ESTIMATES: dict[str, tuple[Callable, Callable]] = {
 
 
 def score_weights(
-    advantage: Array, log_probs: Array, old: Array | None, reference: Array | None, coefficient: float
+    advantage: Array,
+    log_probs: Array,
+    old: Array | None,
+    reference: Array | None,
+    coefficient: float | Array,
 ) -> Array:
     """Weight of each token's score in the ascent direction of Algorithm 2's surrogate.
 
@@ -79,14 +86,33 @@ def score_weights(
     first, whose policy is no longer the one that was sampled from; the second term is the gradient of kappa k3.
 
     Args:
-        advantage: A of the token's completion, broadcastable.
+        advantage: A of the token's completion, broadcastable; for several equal completions their sum.
         log_probs: log pi of each token under the policy that is updated.
         old: log pi_old under the policy that was sampled from; None where it is the same.
         reference: log pi_ref; None without a penalty.
-        coefficient: kappa.
+        coefficient: kappa; for several equal completions times their number, broadcastable.
 
     Returns:
         The weights, of the tokens' shape.
     """
     weights = advantage + 0 * log_probs if old is None else advantage * _exp(log_probs - old)
     return weights if reference is None else weights - coefficient * k3_weight(log_probs - reference)
+
+
+def reward_penalty(log_ratio: Float[np.ndarray, "*prompts group"]) -> Float[np.ndarray, "*prompts group"]:
+    """What k1 in the reward takes from each advantage at kappa = 1: l_i less the mean of the group's other l_j.
+
+    Like the rewards' own leave-one-out mean this adds no bias, E[W_i (l_i - C_i)] = E[W l], which is the gradient of
+    KL(pi || pi_ref). It stays outside the normalisation: kappa would otherwise mean another thing in every group.
+
+    Args:
+        log_ratio: l = log pi_old - log pi_ref of whole completions, float64 ``[..., group]``.
+
+    Returns:
+        The penalties ``[..., group]``; l itself for a group of one.
+
+    >>> reward_penalty(np.array([1.0, 0.0, 0.0]))
+    array([ 1. , -0.5, -0.5])
+    """
+    blank = np.zeros(log_ratio.shape[:-1])
+    return log_ratio if log_ratio.shape[-1] == 1 else grpo(log_ratio, blank, blank)

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     import pandas as pd
 
 FORMATS = ("png", "pdf", "svg")
+THEORY = "theory"
+"""Stands for the figures of all checks."""
 
 VECTOR_FONTS: Any = {"pdf.fonttype": 42, "svg.fonttype": "path", "svg.hashsalt": "grpo-repro"}
 """TrueType in PDF, outlines in SVG: printers and journals take both, and the files are reproducible."""
@@ -46,24 +48,31 @@ def draw(names: list[str], results: Path, out: Path, image_format: str, models: 
     from grpo_repro import plots
     from grpo_repro.results import read_results
 
-    figures, texts = plots.FIGURES, getattr(plots, "TEXTS", {})
+    theory, texts = getattr(plots, "THEORY", {}), getattr(plots, "TEXTS", {})
+    figures = plots.FIGURES | theory
 
-    unknown = [name for name in names if name not in figures]
+    unknown = [name for name in names if name not in figures and name != THEORY]
     if unknown:
-        raise UserError(f"unknown figure {unknown[0]!r}; known: {', '.join(figures)}")
+        raise UserError(f"unknown figure {unknown[0]!r}; known: {', '.join([*plots.FIGURES, THEORY, *theory])}")
     rows = read_results(results)
     if rows.empty:
         state = "holds no results" if results.is_dir() else "does not exist"
         raise UserError(f"{results} {state}; run `grpo mse-eval` first or name another folder with --results DIR")
     rows = _only(rows, models, results)
     paths, empty = [], []
-    for name in dict.fromkeys(names or figures):
+    checked = bool((rows["experiment"] == THEORY).any())
+    if not checked and (not names or THEORY in names):
+        empty.append(f"{THEORY}: there are no results of a check; run `grpo theory` first")
+    wanted = [name for word in names or [*plots.FIGURES, THEORY] for name in (theory if word == THEORY else [word])]
+    for name in dict.fromkeys(wanted):
+        if name in theory and not checked and name not in names:
+            continue
         try:
             figure = figures[name](rows)
             beside = texts[name](rows) if name in texts else {}
         except UserError as error:
             # Asked for by name it is an error; among all figures it only has no data yet.
-            if names:
+            if name in names:
                 raise
             empty.append(f"{name}: {error}")
             continue
@@ -71,14 +80,18 @@ def draw(names: list[str], results: Path, out: Path, image_format: str, models: 
     for line in empty:
         print(f"left out {line}", file=sys.stderr)
     if not paths:
-        raise UserError(f"no figure has data in {results}; run `grpo mse-eval` first")
+        first = "theory" if names == [THEORY] else "mse-eval"
+        raise UserError(f"no figure has data in {results}; run `grpo {first}` first")
     return paths
 
 
 def _only(rows: pd.DataFrame, models: Sequence[str], results: Path) -> pd.DataFrame:
-    """Keep some policies' rows; `tabular` names all of its families."""
+    """Keep some policies' rows; `tabular` names all of its families. Checks of the theory are of no policy."""
     import pandas as pd
 
+    if not models:
+        return rows
+    rows = rows[rows["experiment"] != THEORY]
     kept = pd.Series(not models, index=rows.index)
     for model in models:
         named = (rows["model"] == model) | rows["model"].str.startswith(f"{model}:")

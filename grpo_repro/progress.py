@@ -34,9 +34,8 @@ def cost(estimates: Sequence[Estimate]) -> str:
     tokens = sum(estimate.tokens for estimate in estimates)
     seconds = sum(estimate.seconds for estimate in estimates)
     memory = max((estimate.memory_bytes for estimate in estimates), default=0)
-    return (
-        f"{completions:,} completions, {tokens:,} tokens, about {duration(seconds)}, {memory / 2**30:.2g} GiB of memory"
-    )
+    sampled = f"{completions:,} completions, {tokens:,} tokens, " if completions else ""
+    return f"{sampled}about {duration(seconds)}, {memory / 2**30:.2g} GiB of memory"
 
 
 def duration(seconds: float) -> str:

@@ -46,6 +46,9 @@ def as_dict(outcome: Outcome) -> dict[str, Any]:
     }
     if outcome.plan:
         found["plan"] = outcome.plan
+    module = importlib.import_module(EXPERIMENTS[outcome.experiment])
+    if outcome.rows and hasattr(module, "details"):
+        found |= module.details(_rows(outcome))
     if outcome.failures:
         found["failures"] = outcome.failures
     if outcome.error is not None:
@@ -57,9 +60,14 @@ def as_dict(outcome: Outcome) -> dict[str, Any]:
 
 def _print(renderable: Any) -> None:
     from rich.console import Console
+    from rich.measure import Measurement
 
-    # A pipe has no width: rich's 80 columns would cut numbers off.
-    Console(width=None if sys.stdout.isatty() else 160).print(renderable)
+    console = Console()
+    if not sys.stdout.isatty():
+        # A pipe has no width: rich's 80 columns would cut numbers off, and one line is easier to search than three.
+        console = Console(width=10_000)
+        console = Console(width=max(160, Measurement.get(console, console.options, renderable).maximum))
+    console.print(renderable)
 
 
 def _plan_table(outcome: Outcome) -> Any:
@@ -90,8 +98,11 @@ def _plan_table(outcome: Outcome) -> Any:
 
 
 def _summary(outcome: Outcome) -> Any:
+    return importlib.import_module(EXPERIMENTS[outcome.experiment]).summary(_rows(outcome))
+
+
+def _rows(outcome: Outcome) -> Any:
     from grpo_repro.results import read_results
 
     rows = read_results(outcome.results_dir, outcome.experiment)
-    module = importlib.import_module(EXPERIMENTS[outcome.experiment])
-    return module.summary(rows[rows["cell_id"].isin(outcome.cells)])
+    return rows[rows["cell_id"].isin(outcome.cells)]

@@ -25,6 +25,7 @@ from grpo_repro.results import (
     is_finished,
     make_work_folder,
     prepare,
+    read_results,
     write_cell,
 )
 from grpo_repro.reuse import adopt
@@ -45,7 +46,11 @@ MEMORY_KEYS = (
 
 @runtime_checkable
 class Experiment(Protocol):
-    """The four functions that a module of `grpo_repro.experiments` offers."""
+    """The four functions that a module of `grpo_repro.experiments` offers.
+
+    It may offer two more: `failures(rows)`, the message of each cell that fails by what it measured, and
+    `details(rows)`, what `--json` says of them.
+    """
 
     def plan(self, config: Any) -> list[Cell]:
         """Return the cells of a configuration."""
@@ -114,9 +119,22 @@ def run_plan(module: Experiment, experiment: str, config: Any, reporter: Reporte
         outcome.status = INTERRUPTED
     finished = [cell for cell in cells if _exists(config.results_dir, cell)]
     outcome.rows = {cell.id: _count_rows(config.results_dir, cell) for cell in finished}
+    _judge(module, config.results_dir, finished, outcome, reporter)
     if outcome.status == INTERRUPTED:
         reporter.say(f"interrupted; {len(finished)} of {len(cells)} cells finished; the same command resumes")
     return outcome
+
+
+def _judge(module: Experiment, results_dir: str, finished: list[Cell], outcome: Outcome, reporter: Reporter) -> None:
+    """Fail cells whose measured rows contradict what they check, also those that an earlier command has run."""
+    judge = getattr(module, "failures", None)
+    if judge is None or not finished:
+        return
+    rows = read_results(results_dir, outcome.experiment)
+    for cell, message in judge(rows[rows["cell_id"].isin([cell.id for cell in finished])]).items():
+        outcome.failures[cell] = message
+        outcome.status = max(outcome.status, FAILED)
+        reporter.say(message, error=True)
 
 
 def _fits(cell: Cell, estimate: Estimate) -> None:

@@ -13,6 +13,7 @@ MODEL_KINDS = ("causal_lm", "tabular")
 OPTIMIZERS = ("auto", "adamw", "sgd")
 SCHEDULES = ("constant", "inverse", "cosine")
 PROMPT_ORDERS = ("iid", "epochs")
+KL_ESTIMATORS = ("k3", "k1-in-reward")
 
 LARGEST: dict[str, int] = {
     "group_sizes": 2**20,
@@ -21,8 +22,11 @@ LARGEST: dict[str, int] = {
     "budget": 2**24,
     "iterations": 10**7,
     "warmup": 10**7,
+    "minibatches": 2**24,
+    "kl_coefficient": 10**6,
     "prompt_pool": 10**6,
     "eval_samples": 10**5,
+    "runs": 10**7,
     "seeds": 2**63 - 1,
     "max_new_tokens": 10**6,
     "micro_batch": 10**7,
@@ -182,6 +186,14 @@ class TrainingConfig:
         warmup: Iterations over which the rate rises to its value.
         weight_decay: Decoupled for adamw.
         clip_norm: Longest gradient; null for no clipping, `auto` is 1 for adamw and null for sgd.
+        normalize: Divide the advantages by their group's standard deviation, A_i = (Z_i - C_i) / se with se^2 =
+            sum_i (Z_i - mean(Z))^2 / (G - 1), and 0 where the rewards are equal (Algorithm 2); for grpo only.
+        minibatches: m, the equal parts of an iteration's B prompts, each of which makes one step; later ones weigh each
+            token by pi / pi_old. 1 is Algorithm 1; m divides every B = N / G.
+        kl_coefficient: kappa of the penalty that keeps the policy near the initial one, pi_ref; 0 for none.
+        kl_estimator: `k3` adds kappa (r - log r - 1), r = pi_ref / pi, to the loss of each token, with the gradient of
+            KL(pi_ref || pi) of a token given those before it; `k1-in-reward` takes kappa log(pi / pi_ref) of the
+            completion, less its leave-one-out mean, from the advantage, with the gradient of KL(pi || pi_ref).
         prompt_pool: Number of distinct training questions; null is 500 for language models, and for tabular policies
             the family's whole distribution.
         prompt_order: `iid` (with replacement) or `epochs` (each question once, shuffled, before any comes again).
@@ -220,6 +232,10 @@ class TrainingConfig:
     warmup: int = 0
     weight_decay: float = 0.0
     clip_norm: str | None = "auto"
+    normalize: bool = False
+    minibatches: int = 1
+    kl_coefficient: float = 0.0
+    kl_estimator: str = "k3"
     prompt_pool: int | None = None
     prompt_order: str = "iid"
     eval_samples: int = 4
@@ -275,3 +291,26 @@ class BudgetConfig(TrainingConfig):
     """
 
     budgets: list[int] = field(default_factory=lambda: [64, 256, 1024])
+
+
+@dataclass
+class TheoryConfig:
+    """Numerical checks of the paper's statements.
+
+    Attributes:
+        checks: Their names; null is all.
+        runs: Simulated runs of Theorem 8; the other simulations take a fraction of it.
+        seeds: One repetition of every check for each.
+        confidence: Level of the intervals that decide: at the default a true statement fails in one of 10,000 seeds.
+        results_dir: Folder of the results.
+        threads: Threads of torch.
+        dry_run: Print the plan and its estimated cost, run nothing.
+    """
+
+    checks: list[str] | None = None
+    runs: int = 20_000
+    seeds: list[int] = field(default_factory=lambda: [0])
+    confidence: float = 0.9999
+    results_dir: str = "results"
+    threads: int | None = None
+    dry_run: bool = False

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import MISSING, fields
 
 from grpo_repro.errors import UserError
 from grpo_repro.schema import (
+    KL_ESTIMATORS,
     LARGEST,
     OPTIMIZERS,
     PROMPT_ORDERS,
@@ -46,6 +48,7 @@ def validate_training(config: TrainingConfig) -> None:
     at_most("iterations", config.iterations)
     _checkpoints(config)
     _optimizer(config)
+    _algorithm2(config)
     if config.log_every is not None:
         at_least("log_every", config.log_every, 1, "null averages from one checkpoint to the next")
     between("eval_samples", config.eval_samples, 2, "an interval needs two")
@@ -101,6 +104,39 @@ def _optimizer(config: TrainingConfig) -> None:
     if config.warmup > config.iterations:
         raise UserError(f"warmup={config.warmup} is longer than iterations={config.iterations}; lower it")
     clip_norm(config)
+
+
+def _algorithm2(config: TrainingConfig) -> None:
+    if config.normalize and config.estimators != ["grpo"]:
+        raise UserError(
+            f"normalize=true divides grpo's advantages, and estimators={show(config.estimators)}; use "
+            "estimators=[grpo] or normalize=false"
+        )
+    _minibatches(config)
+    if config.kl_coefficient < 0:
+        raise UserError(f"kl_coefficient={config.kl_coefficient} is negative; use 0.0 for none")
+    at_most("kl_coefficient", config.kl_coefficient)
+    check_name("kl_estimator", config.kl_estimator, KL_ESTIMATORS)
+    if config.kl_coefficient == 0 and config.kl_estimator != TrainingConfig.kl_estimator:
+        raise UserError(
+            f"kl_estimator={config.kl_estimator} means nothing without a penalty (kl_coefficient=0); give one, for "
+            "example kl_coefficient=0.01, or leave it out"
+        )
+
+
+def _minibatches(config: TrainingConfig) -> None:
+    parts = config.minibatches
+    between("minibatches", parts, 1, "1 takes all prompts in one step")
+    for budget in budgets(config):
+        for size in config.group_sizes:
+            if budget // size % parts:
+                # Equal parts for every planned B are those of their greatest common divisor.
+                common = math.gcd(*(n // g for n in budgets(config) for g in config.group_sizes))
+                valid = [m for m in range(1, min(common, 4096) + 1) if common % m == 0]
+                raise UserError(
+                    f"minibatches={parts} does not divide B={budget // size} (N={budget}, G={size}) into equal "
+                    f"parts; valid m for every B: {', '.join(map(str, valid))}"
+                )
 
 
 def clip_norm(config: TrainingConfig) -> float | None:

@@ -77,25 +77,32 @@ def mse(terms: Components, group_size: int, estimator: str) -> PerPrompt:
     return single[estimator] / group_size
 
 
-def minibatch_mse(c1: float, c2: float, c3: float, num_prompts: int, group_size: int) -> float:
-    """MSE of the grpo estimate from B independent prompts with G completions each (Proposition 3, exact form).
+def minibatch_mse(c1: float, c2: float, c3: float, num_prompts: int, group_size: int, pool: int | None = None) -> float:
+    """MSE of the grpo estimate from B prompts with G completions each (Proposition 3, exact form).
 
     Args:
-        c1: E||g(X) - g||^2.
+        c1: E||g(X) - g||^2; the population variance over the pool (divisor M) where there is one.
         c2: E S_o(X).
         c3: E R(X).
         num_prompts: B.
         group_size: G >= 2.
+        pool: M, for B different prompts from a finite pool of M equally likely ones, g being the pool's gradient;
+            None for independent prompts.
 
     Returns:
-        c1/B + c2/(B G) + c3/(B G (G - 1)).
+        c1/B + c2/(B G) + c3/(B G (G - 1)). With a pool, 1/B of the first term is (1/B - 1/M) M/(M-1): zero at B = M,
+        where the estimate uses the whole, fixed set.
 
     Raises:
-        UserError: For B < 1 or G < 2.
+        UserError: For B < 1, G < 2 or M < B.
     """
     if num_prompts < 1 or group_size < 2:
         raise UserError(f"no minibatch of {num_prompts} prompts with {group_size} completions; B >= 1 and G >= 2")
-    return (c1 + c2 / group_size + c3 / (group_size * (group_size - 1))) / num_prompts
+    if pool is not None and pool < num_prompts:
+        raise UserError(f"no {num_prompts} different prompts in a pool of {pool}; lower B or leave pool out")
+    # A pool of one prompt has no spread: 0/1, not 0/0.
+    left = 1.0 if pool is None else (pool - num_prompts) / max(pool - 1, 1)
+    return (c1 * left + c2 / group_size + c3 / (group_size * (group_size - 1))) / num_prompts
 
 
 def optimal_group_size(c1: float, c3: float) -> float:

@@ -22,8 +22,10 @@ from grpo_repro.schema import (
     ModelConfig,
     MseEvalConfig,
     TaskConfig,
+    TheoryConfig,
     TrainingConfig,
 )
+from grpo_repro.theory.catalog import CHECKS
 
 _TABULAR = ("family", "family_args")
 MODEL_KEYS = {
@@ -43,7 +45,7 @@ MOST_THREADS = max(256, 4 * (os.cpu_count() or 1))
 """More than any machine gains from; torch crashes at some thousands."""
 
 
-def validate(config: MseEvalConfig | TrainingConfig) -> None:
+def validate(config: MseEvalConfig | TrainingConfig | TheoryConfig) -> None:
     """Check every value of a configuration; nothing is read, written or imported.
 
     Args:
@@ -53,20 +55,41 @@ def validate(config: MseEvalConfig | TrainingConfig) -> None:
         UserError: At the first value that cannot be run, with the remedy.
     """
     _finite(config)
-    check_names("estimators", config.estimators, ESTIMATORS)
-    check_name("sampler", config.sampler, SAMPLERS)
-    _group_sizes(config)
+    _common(config)
+    if isinstance(config, TheoryConfig):
+        _theory(config)
+    else:
+        _with_policy(config)
+
+
+def _common(config: MseEvalConfig | TrainingConfig | TheoryConfig) -> None:
+    """Check what every experiment has."""
     if config.seeds is not None:
         check_seeds("seeds", config.seeds)
-    between("completions_per_prompt", config.completions_per_prompt, 4, "its variances need four")
-    between("replicates", config.replicates, 3, "an interval needs three")
-    between("max_new_tokens", config.max_new_tokens, 1)
-    between("micro_batch", config.micro_batch, 1)
     if config.threads is not None:
         at_least("threads", config.threads, 1, "null leaves torch's default")
         at_most("threads", config.threads, MOST_THREADS)
     if not 0 < config.confidence < 1:
         raise UserError(f"confidence={config.confidence} is not between 0 and 1; use for example 0.95")
+    if not config.results_dir.strip():
+        raise UserError("results_dir is empty; name a folder, for example results_dir=results")
+
+
+def _theory(config: TheoryConfig) -> None:
+    if config.checks is not None:
+        check_names("checks", config.checks, list(CHECKS))
+    between("runs", config.runs, 1000, "a simulated law needs some")
+
+
+def _with_policy(config: MseEvalConfig | TrainingConfig) -> None:
+    """Check what every experiment has that runs a policy."""
+    check_names("estimators", config.estimators, ESTIMATORS)
+    check_name("sampler", config.sampler, SAMPLERS)
+    _group_sizes(config)
+    between("completions_per_prompt", config.completions_per_prompt, 4, "its variances need four")
+    between("replicates", config.replicates, 3, "an interval needs three")
+    between("max_new_tokens", config.max_new_tokens, 1)
+    between("micro_batch", config.micro_batch, 1)
     if config.temperature <= 0:
         raise UserError(f"temperature={config.temperature} is not positive; 1.0 is the policy itself")
     if not 1e-3 <= config.temperature <= 1e3:
@@ -76,8 +99,6 @@ def validate(config: MseEvalConfig | TrainingConfig) -> None:
     at_most("gradient_memory_gib", config.gradient_memory_gib)
     if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", config.device):
         raise UserError(f"unknown device {config.device!r}; use auto, cpu, cuda or cuda:N")
-    if not config.results_dir.strip():
-        raise UserError("results_dir is empty; name a folder, for example results_dir=results")
     if not config.task.name:
         raise UserError("no task is named; use for example task=arithmetic")
     validate_task(config.task)

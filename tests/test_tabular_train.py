@@ -17,7 +17,7 @@ from grpo_repro.config import ModelConfig, TaskConfig
 from grpo_repro.errors import UserError
 from grpo_repro.estimators import ESTIMATORS
 from grpo_repro.experiments import tabular_train, training
-from grpo_repro.policies import tabular, tabular_runs
+from grpo_repro.policies import tabular, tabular_algorithm2, tabular_runs
 from grpo_repro.policies.families import build_family
 from grpo_repro.schema import GroupSizeConfig
 
@@ -170,7 +170,7 @@ def test_steps_are_the_rates_of_the_schedule(schedule, clip, tmp_path, monkeypat
                    checkpoints=[1, 2])  # fmt: skip
     family, best = tabular_train.check(ModelConfig(**cell.config["model"]))
     v = np.linspace(-1.0, 1.0, len(family.theta))
-    monkeypatch.setattr(tabular_runs, "gradient_estimate", lambda family, theta, *rest: np.tile(v, (len(theta), 1)))
+    monkeypatch.setattr(tabular_algorithm2, "ascent", lambda family, theta, *rest: np.tile(v, (len(theta), 1)))
     rows = run(cell, tmp_path / "work")
     wanted = {"constant": [1, 1, 1, 1], "inverse": [1, 1 / 2, 1 / 3, 1 / 4],
               "cosine": [1, (1 + np.sqrt(0.5)) / 2, 1 / 2, (1 - np.sqrt(0.5)) / 2]}[schedule]  # fmt: skip
@@ -245,11 +245,11 @@ def test_every_block_and_iteration_has_its_own_randomness(tmp_path, monkeypatch)
     monkeypatch.setattr(tabular_train, "NUMBERS", 2**12)  # several blocks of runs
     seen = []
 
-    def record(family, theta, contexts, group_size, estimator, rng):
+    def record(family, theta, contexts, group_size, rng):
         seen.append((len(theta), rng.random()))
-        return np.zeros_like(theta)
+        return tabular_runs.draw(family, theta, contexts, group_size, rng)
 
-    monkeypatch.setattr(tabular_runs, "gradient_estimate", record)
+    monkeypatch.setattr(tabular_algorithm2, "draw", record)
     run(cell_of(iterations=3, checkpoints=[3]), tmp_path / "work")
     assert len(seen) > 6 and sum(size for size, _ in seen) == 3 * 50
     assert len({number for _, number in seen}) == len(seen)

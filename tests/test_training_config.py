@@ -96,6 +96,73 @@ def test_the_text_of_a_variant_can_be_taken_apart():
     assert variant.parse(variant.describe(training.plan(EXACT)[0].config))["pool"] == "all"
 
 
+ALGORITHM_2 = {"normalize": True, "minibatches": 2, "kl_coefficient": 0.05, "kl_estimator": "k1-in-reward"}
+
+
+@pytest.mark.parametrize("experiment", ["train", "group-size", "budget", "iterations"])
+@pytest.mark.parametrize("model", ["bundled-base", "tabular"])
+def test_every_training_command_takes_the_options_of_algorithm_2(experiment, model):
+    budget = "budgets=[64]" if experiment == "budget" else "budget=64"
+    common = (f"model={model}", budget, "group_sizes=[4,8]")
+    typed = [f"{key}={str(value).lower()}" for key, value in ALGORITHM_2.items()]
+    settings = composed(experiment, *common, *typed)
+    validate(settings)
+    for cell in training.plan(settings):
+        assert {key: cell.config[key] for key in ALGORITHM_2} == ALGORITHM_2
+        parts = variant.parse(variant.describe(cell.config))
+        assert [parts[key] for key in ALGORITHM_2] == ["true", "2", "0.05", "k1-in-reward"]
+    plain = composed(experiment, *common)
+    ids = {cell.id for cell in training.plan(plain)}
+    for key in ("normalize", "minibatches", "kl_coefficient"):
+        changed = training.plan(replace(plain, **{key: ALGORITHM_2[key]}))
+        assert not ids & {cell.id for cell in changed}
+        assert set(changed[0].config) - set(training.plan(plain)[0].config) == {key} | (
+            {"kl_estimator"} if key == "kl_coefficient" else set()
+        )
+
+
+def test_runs_of_algorithm_1_are_named_as_they_were_before_there_was_another():
+    tabular = training.plan(EXACT)[0]
+    assert tabular.id == "658cf3f8affe"
+    assert variant.describe(tabular.config) == (
+        "optimizer=sgd schedule=constant learning_rate=1.0 warmup=0 weight_decay=0.0 clip_norm=none pool=all order=iid "
+        "iterations=100 rest=376384"
+    )
+    language = training.plan(GOOD)[0]
+    assert not set(ALGORITHM_2) & set(language.config)
+    assert variant.describe(language.config) == (
+        "optimizer=adamw schedule=constant learning_rate=0.0001 warmup=0 weight_decay=0.0 clip_norm=1.0 pool=500 "
+        "order=iid iterations=100 temperature=1.0 rest=29946c"
+    )
+
+
+@pytest.mark.parametrize("good", [GOOD, EXACT])
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (
+            {"normalize": True, "estimators": ["grpo", "vanilla"]},
+            ["normalize=true", "[grpo,vanilla]", "normalize=false"],
+        ),
+        ({"normalize": True, "estimators": ["vanilla"]}, ["estimators=[vanilla]", "use estimators=[grpo]"]),
+        ({"minibatches": 0}, ["minibatches=0", "1 or more"]),
+        ({"minibatches": 2**25}, ["minibatches=33554432", "16777216 or less"]),
+        ({"minibatches": 8}, ["minibatches=8 does not divide B=4 (N=256, G=64)", "valid m for every B: 1, 2, 4"]),
+        ({"minibatches": 5, "group_sizes": [8], "budget": 96}, ["B=12 (N=96, G=8)", "every B: 1, 2, 3, 4, 6, 12"]),
+        ({"kl_coefficient": -0.1}, ["kl_coefficient=-0.1", "0.0 for none"]),
+        ({"kl_coefficient": math.inf}, ["kl_coefficient=inf", "finite"]),
+        ({"kl_coefficient": 1e7}, ["kl_coefficient=10000000.0", "1000000 or less"]),
+        ({"kl_coefficient": 0.1, "kl_estimator": "k1"}, ["'k1'", "k3, k1-in-reward"]),
+        ({"kl_estimator": "k1-in-reward"}, ["kl_estimator=k1-in-reward means nothing", "kl_coefficient=0.01"]),
+    ],
+)
+def test_bad_options_of_algorithm_2_are_refused_for_every_policy(good, changes, words):
+    with pytest.raises(UserError) as refused:
+        validate(replace(good, **changes))
+    for word in words:
+        assert word in str(refused.value)
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -180,6 +247,7 @@ def test_the_command_line_refuses_lists_in_lists_and_names_keys(grpo):
     assert "seeds=[[0]] holds [0]; give a flat list" in message(grpo("sweep", "group-size", "seeds=[[0]]"))
     assert "did you mean 'budgets'" in message(grpo("sweep", "budget", "budget=64"))
     assert "G=8 does not divide N=100" in message(grpo("train", "budget=100"))
+    assert "valid m for every B: 1, 2, 4, 8" in message(grpo("sweep", "budget", "group_sizes=[8]", "minibatches=3"))
 
 
 def test_a_pool_beyond_the_task_is_told_at_planning():

@@ -10,9 +10,10 @@ import pytest
 import torch
 from small_models import Case, completions, every_architecture, make, seeds
 
+from grpo_repro.engine.distinct import chunks, merge
 from grpo_repro.engine.sample import Rollout, sample, uniforms
 from grpo_repro.engine.schedule import learning_rate
-from grpo_repro.engine.update import Learner, accumulate_gradient, chunks, merge
+from grpo_repro.engine.update import Learner, accumulate_gradient
 from grpo_repro.errors import UserError
 from grpo_repro.estimators import ESTIMATORS
 

@@ -43,6 +43,10 @@ class Rollout:
         """Number of tokens of each completion."""
         return self.mask.sum(-1)
 
+    def part(self, prompts: slice) -> Rollout:
+        """Return the completions of some of the prompts."""
+        return Rollout(self.tokens[prompts], self.mask[prompts], self.log_probs[prompts], self.finished[prompts])
+
 
 def uniforms(seeds: Sequence[np.random.SeedSequence], group_size: int, length: int) -> Float[np.ndarray, "p g t"]:
     """Random numbers of each prompt's completions from its own seed, so that no result depends on batching.

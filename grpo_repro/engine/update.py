@@ -1,15 +1,18 @@
-"""The gradient of one iteration's loss and the step along it (Algorithm 1).
+"""The gradient of one iteration's loss and the steps along it (Algorithms 1 and 2).
 
 The loss of B prompts with G completions each is
 
     L = -(1/(B G)) sum_b sum_i A_bi log pi(y_bi | x_b),    log pi summed over the completion's tokens,
 
-whose gradient is -g_hat with advantages A. Three facts make it cheap, and change no number beyond rounding:
+whose gradient is -g_hat with advantages A. Algorithm 2 goes through the prompts in minibatches of one step each and
+weighs every token on its own (`kl.score_weights`): A_bi pi / pi_old - kappa (1 - pi_ref / pi) in the place of A_bi.
+Three facts make it cheap, and change no number beyond rounding:
 
 - the completions of a prompt share its forward *and backward* pass: they run behind the prompt's keys and values, leave
   their gradients on these, and one backward pass of the prompt carries on from there;
 - equal completions have equal scores: their advantages are added up and they are run once;
-- a completion whose advantages add up to zero is not run (all of a group in which every reward is equal).
+- a completion whose advantages add up to zero is not run (all of a group in which every reward is equal), unless the
+  loss has a penalty.
 """
 
 from __future__ import annotations
@@ -25,68 +28,14 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from grpo_repro.algorithm2 import Options
 from grpo_repro.engine.attention import GroupedCache, extend, prefill
+from grpo_repro.engine.distinct import Distinct, Weighted, chunks, distinct, merge
 from grpo_repro.engine.sample import Rollout, pad_left
 from grpo_repro.engine.schedule import learning_rate
 from grpo_repro.errors import UserError
+from grpo_repro.kl import score_weights
 from grpo_repro.policies.causal_lm import CausalLM
-
-
-@dataclass(frozen=True)
-class Weighted:
-    """The distinct completions of a batch that carry weight, sorted by prompt.
-
-    Attributes:
-        prompt: Index of each one's prompt.
-        tokens: Token ids, cut to the longest.
-        mask: True on every sampled token.
-        weights: Sum of A_bi / (B G) over the completions that are equal to it, float64.
-    """
-
-    prompt: Int[np.ndarray, " distinct"]
-    tokens: Int[Tensor, "distinct length"]
-    mask: Bool[Tensor, "distinct length"]
-    weights: Float[Tensor, " distinct"]
-
-
-def merge(rollout: Rollout, advantages: Float[np.ndarray, "prompts group"]) -> Weighted:
-    """Add up the advantages of equal completions of a prompt, and drop those whose sum is zero."""
-    prompts, group, _ = rollout.tokens.shape
-    longest = max(1, int(rollout.mask.sum(-1).max()))
-    device = rollout.tokens.device
-    key = torch.where(rollout.mask, rollout.tokens, -1)[..., :longest].reshape(prompts * group, longest)
-    owner = torch.arange(prompts, device=device).repeat_interleave(group)
-    distinct, index = torch.unique(torch.cat([owner[:, None], key], 1), dim=0, return_inverse=True)
-    shares = torch.from_numpy(np.ascontiguousarray(advantages).reshape(-1) / (prompts * group)).to(device)
-    weights = torch.zeros(len(distinct), dtype=torch.float64, device=device).index_add_(0, index, shares)
-    distinct, weights = distinct[weights != 0], weights[weights != 0]
-    tokens = distinct[:, 1:]
-    return Weighted(distinct[:, 0].cpu().numpy(), tokens.clamp_min(0), tokens >= 0, weights)
-
-
-def chunks(batch: Weighted, prompt_lengths: Sequence[int], micro_batch: int) -> list[list[list[int]]]:
-    """Divide a batch into parts that run together: for each part, for each of its prompts, rows of the batch.
-
-    A part holds at most `micro_batch` rows, counted with the filling that brings its prompts to equal numbers of rows,
-    and about `micro_batch` times the longest completion in tokens, prompts included. A prompt with more rows than that
-    is a part of its own, passed through in pieces. Memory thus depends on the micro-batch, not on G.
-    """
-    length = batch.tokens.shape[1]
-    prompts, starts, counts = np.unique(batch.prompt, return_index=True, return_counts=True)
-    order = np.lexsort((np.array([prompt_lengths[p] for p in prompts]), -counts))
-    parts: list[list[list[int]]] = []
-    rows, longest = 0, 0
-    for place in order:
-        count, start = int(counts[place]), int(starts[place])
-        grown = max(longest, prompt_lengths[int(prompts[place])])
-        filled = rows * (len(parts[-1]) + 1) if parts else 0
-        tokens = filled * (length + 1) + (grown * (len(parts[-1]) + 1) if parts else 0)
-        if not parts or filled > micro_batch or tokens > micro_batch * (length + 1):
-            parts.append([])
-            rows, grown = count, prompt_lengths[int(prompts[place])]
-        parts[-1].append(list(range(start, start + count)))
-        longest = grown
-    return parts
 
 
 def accumulate_gradient(
@@ -96,6 +45,9 @@ def accumulate_gradient(
     advantages: Float[np.ndarray, "prompts group"],
     temperature: float = 1.0,
     micro_batch: int = 256,
+    moved: bool = False,
+    reference: Float[Tensor, "prompts group length"] | None = None,
+    coefficient: float = 0.0,
 ) -> None:
     """Add the gradient of the loss to `.grad` of the policy's parameters that require one.
 
@@ -106,20 +58,58 @@ def accumulate_gradient(
         advantages: A, float64.
         temperature: Of the distribution that was sampled from.
         micro_batch: Completions per pass; the gradient does not depend on it beyond rounding.
+        moved: Whether the policy has moved since it sampled them, so that tokens need the ratio pi / pi_old.
+        reference: log pi_ref of the completions' tokens; None without a penalty in the loss.
+        coefficient: kappa of that penalty.
     """
-    batch = merge(rollout, advantages)
-    lengths = [len(prompt) for prompt in prompts]
+    batch = merge(rollout, advantages, moved, reference)
     with torch.enable_grad():
-        for part in chunks(batch, lengths, micro_batch):
-            chosen = [prompts[int(batch.prompt[rows[0]])] for rows in part]
-            shared = _prompt_graph(policy, chosen)
-            widest = max(len(rows) for rows in part)
-            step = max(1, micro_batch // len(part))
-            for start in range(0, widest, step):
-                _completions_backward(
-                    policy, chosen, shared, batch, [r[start : start + step] for r in part], temperature
-                )
+        for chosen, shared, pieces in _parts(policy, prompts, batch, micro_batch):
+            for rows in pieces:
+                _completions_backward(_run(policy, chosen, shared, batch, rows, temperature), batch, coefficient)
             shared.backward()
+
+
+@torch.no_grad()
+def log_probs(
+    policy: CausalLM,
+    prompts: Sequence[Sequence[int]],
+    rollout: Rollout,
+    temperature: float = 1.0,
+    micro_batch: int = 256,
+) -> Float[Tensor, "prompts group length"]:
+    """Log-probabilities that a policy gives to the completions of another, in the passes of the gradient.
+
+    Args:
+        policy: The policy, such as pi_ref.
+        prompts: Token ids of each prompt, ragged.
+        rollout: The completions.
+        temperature: Of the distribution that was sampled from.
+        micro_batch: Completions per pass.
+
+    Returns:
+        log pi(y_t | x, y_<t), float32, 0 outside the mask.
+    """
+    batch, index = distinct(rollout)
+    found = torch.zeros(batch.tokens.shape, device=index.device)
+    for chosen, shared, pieces in _parts(policy, prompts, batch, micro_batch):
+        for rows in pieces:
+            piece = _run(policy, chosen, shared, batch, rows, temperature)
+            found[piece.index[piece.real], : piece.log_probs.shape[1]] = piece.log_probs[piece.real]
+    result = torch.zeros_like(rollout.log_probs)
+    result.view(len(index), -1)[:, : found.shape[1]] = found[index]
+    return result
+
+
+def _parts(
+    policy: CausalLM, prompts: Sequence[Sequence[int]], batch: Distinct, micro_batch: int
+) -> Iterator[tuple[list[Sequence[int]], _Shared, list[list[list[int]]]]]:
+    """Yield the prompts of each part, what they share, and the pieces in which its completions are run."""
+    for part in chunks(batch, [len(prompt) for prompt in prompts], micro_batch):
+        chosen = [prompts[int(batch.prompt[rows[0]])] for rows in part]
+        step = max(1, micro_batch // len(part))
+        starts = range(0, max(len(rows) for rows in part), step)
+        yield chosen, _prompt_graph(policy, chosen), [[r[start : start + step] for r in part] for start in starts]
 
 
 @dataclass(frozen=True)
@@ -154,23 +144,47 @@ def _prompt_graph(policy: CausalLM, prompts: list[Sequence[int]]) -> _Shared:
     return _Shared(mask, outputs, keys, values)
 
 
-def _completions_backward(
-    policy: CausalLM, prompts: list[Sequence[int]], shared: _Shared, batch: Weighted, rows: list[list[int]],
+@dataclass(frozen=True)
+class _Piece:
+    """Completions that were run: each one's row in the batch, whether it is no filling, and log pi, 0 after its end."""
+
+    index: Int[Tensor, " n"]
+    real: Bool[Tensor, " n"]
+    log_probs: Float[Tensor, "n length"]
+
+
+def _run(
+    policy: CausalLM, prompts: list[Sequence[int]], shared: _Shared, batch: Distinct, rows: list[list[int]],
     temperature: float,
-) -> None:  # fmt: skip
-    """Backward pass of one piece: the same number of rows for each prompt, missing ones filled without weight."""
+) -> _Piece:  # fmt: skip
+    """Forward pass of one piece: the same number of rows for each prompt, missing ones filled."""
     widest = max(len(r) for r in rows)
     index = torch.tensor([r + [r[-1] if r else 0] * (widest - len(r)) for r in rows], device=policy.device).view(-1)
     real = torch.tensor([[k < len(r) for k in range(widest)] for r in rows], device=policy.device).view(-1)
     tokens, mask = batch.tokens[index], batch.mask[index]
-    weights = torch.where(real, batch.weights[index], 0.0).to(torch.float32)
     longest = int(mask.sum(1).max())
     tokens, mask = tokens[:, :longest], mask[:, :longest]
     last = torch.tensor([prompt[-1] for prompt in prompts], device=policy.device).repeat_interleave(widest)
     own = GroupedCache(shared.mask, prompt_keys=shared.keys, prompt_values=shared.values, prefilled=True)
     logits = extend(policy.model, torch.cat([last[:, None], tokens[:, :-1]], 1), own).float() / temperature
-    log_probs = torch.log_softmax(logits, -1).gather(-1, tokens[..., None])[..., 0]
-    (-weights[:, None] * torch.where(mask, log_probs, 0.0)).sum().backward()
+    found = torch.log_softmax(logits, -1).gather(-1, tokens[..., None])[..., 0]
+    return _Piece(index, real, torch.where(mask, found, 0.0))
+
+
+def _completions_backward(piece: _Piece, batch: Weighted, coefficient: float) -> None:
+    """Backward pass of one piece; its filling has no weight."""
+
+    def own(values: Tensor | None) -> Tensor | None:
+        return None if values is None else values[piece.index, : piece.log_probs.shape[1]]
+
+    advantage, share = (
+        torch.where(piece.real, values[piece.index], 0.0).to(torch.float32)[:, None]
+        for values in (batch.weights, batch.shares)
+    )
+    weights = score_weights(
+        advantage, piece.log_probs.detach(), own(batch.old), own(batch.reference), coefficient * share
+    )
+    (-weights * piece.log_probs).sum().backward()
 
 
 class Learner:
@@ -179,11 +193,13 @@ class Learner:
     Args:
         policy: The policy; its parameters are changed in place.
         config: Holds `optimizer` (`sgd` or `adamw`), `learning_rate`, `schedule`, `warmup`, `iterations`,
-            `weight_decay`, `clip_norm` (None for no clipping), `temperature` and `micro_batch`.
+            `weight_decay`, `clip_norm` (None for no clipping), `temperature`, `micro_batch` and, unless they have their
+            defaults, the `algorithm2.Options`.
     """
 
     def __init__(self, policy: CausalLM, config: Mapping[str, Any]) -> None:
         self.policy, self.config = policy, config
+        self.options = Options.of(config)
         self.parameters = dict(policy.model.named_parameters())
         kind = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}[config["optimizer"]]
         self.optimizer: torch.optim.Optimizer = kind(
@@ -195,27 +211,41 @@ class Learner:
 
     def step(
         self, prompts: Sequence[Sequence[int]], rollout: Rollout, advantages: Float[np.ndarray, "prompts group"],
-        iteration: int,
+        iteration: int, reference: Float[Tensor, "prompts group length"] | None = None,
     ) -> float:  # fmt: skip
-        """Make one update.
+        """Make the updates of one iteration: one for each minibatch, in the order of the prompts.
 
         Args:
-            prompts: Token ids of each prompt.
+            prompts: Token ids of each prompt; the number of minibatches divides their number.
             rollout: Completions sampled from the policy as it is.
             advantages: A, float64.
             iteration: i, counted from 1; the learning rate follows from it.
+            reference: log pi_ref of the completions' tokens; read where the loss has a penalty.
 
         Returns:
-            ||g_hat||, before clipping.
+            ||g_hat|| before clipping, averaged over the minibatches.
 
         Raises:
-            UserError: If the gradient is not finite.
+            UserError: If a gradient is not finite.
         """
-        self.optimizer.zero_grad(set_to_none=False)
-        with self._trainable():
-            accumulate_gradient(
-                self.policy, prompts, rollout, advantages, self.config["temperature"], self.config["micro_batch"]
-            )
+        parts = self.options.minibatches
+        size = len(prompts) // parts
+        norms = []
+        for number in range(parts):
+            part = slice(number * size, (number + 1) * size)
+            theirs = None if reference is None or not self.options.in_loss else reference[part]
+            self.optimizer.zero_grad(set_to_none=False)
+            with self._trainable():
+                # Until the first step pi is pi_old, and there is no ratio.
+                accumulate_gradient(
+                    self.policy, prompts[part], rollout.part(part), advantages[part], self.config["temperature"],
+                    self.config["micro_batch"], number > 0, theirs, self.options.in_loss,
+                )  # fmt: skip
+            norms.append(self._move(iteration))
+        return sum(norms) / parts
+
+    def _move(self, iteration: int) -> float:
+        """Make one step along the gradient and return its norm before clipping."""
         limit = self.config["clip_norm"]
         norm = float(torch.nn.utils.clip_grad_norm_(self.parameters.values(), math.inf if limit is None else limit))
         rate = learning_rate(self.config, iteration)

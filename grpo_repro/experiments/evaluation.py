@@ -24,7 +24,7 @@ PREDICTION_QUESTIONS = 200
 METRICS = (
     "value", "suboptimality_gap", "accuracy", "greedy_accuracy", "reward_mean", "zero_variance_fraction",
     "gradient_norm", "completion_length", "c1", "c2", "c3", "optimal_group_size", *OUTCOME_METRICS,
-    *UNANSWERED,
+    *UNANSWERED, "kl_divergence",
 )  # fmt: skip
 """Metrics of a training run; their order numbers them in saved states."""
 

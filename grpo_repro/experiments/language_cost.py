@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from functools import lru_cache
+from typing import Any
 
 import torch
 
+from grpo_repro.algorithm2 import Options
 from grpo_repro.cells import Cell, Estimate
 from grpo_repro.config import ModelConfig, TaskConfig
 from grpo_repro.errors import UserError
@@ -35,9 +37,11 @@ def estimate(cell: Cell) -> Estimate:
     distinct, most end early, and groups of equal rewards need no update), else 8d for every token; an evaluation 2d.
     The rate is 3e10 flops a second for each CPU thread and 1e14 for a GPU, plus 0.01 s for each iteration and 2 s to
     start. G* from pools takes 0.03 s and 2d (n^0.7 (4T + P)) for each question. Memory is weights, gradient and two
-    averages, the activations of one micro-batch and the cache of a sampled batch.
+    averages, the activations of one micro-batch and the cache of a sampled batch. A penalty adds the reference policy:
+    its weights, and 2d flops more for every token of an iteration.
     """
     config = cell.config
+    reference = Options.of(config).penalized
     model, task = settings(cell)
     shape, prompt, asked = _sizes(json.dumps(asdict(model)), json.dumps(asdict(task)))
     length, group, samples = config["max_new_tokens"], config["group_size"], config["eval_samples"]
@@ -53,7 +57,7 @@ def estimate(cell: Cell) -> Estimate:
 
     examined = asked + config["prompt_pool"]
     checks = len(config["checkpoints"])
-    work = config["iterations"] * tokens(config["budget"] // group, group) * (1 if short else 4)
+    work = config["iterations"] * tokens(config["budget"] // group, group) * ((1 if short else 4) + reference)
     work += checks * (tokens(examined, samples) + tokens(asked, 1))
     seconds = 2.0 + 0.01 * config["iterations"]
     completions = config["iterations"] * config["budget"] + checks * examined * samples
@@ -65,10 +69,17 @@ def estimate(cell: Cell) -> Estimate:
     small = config["threads"] is None and shape.parameters < SMALL_MODEL
     threads = 1 if small else config["threads"] or torch.get_num_threads()
     rate = 1e14 if causal_lm.device_of(config["device"]).startswith("cuda") else 3e10 * threads
-    rows = min(config["micro_batch"], config["budget"])
-    activations = 40 * 4 * rows * (prompt + length) * shape.width * shape.layers
-    cache = 8 * min(SAMPLED_AT_ONCE * config["micro_batch"], config["budget"]) * length * shape.width * shape.layers
-    memory = 16 * shape.parameters + activations + cache + 500_000_000
+    memory = _memory(config, shape, prompt)
+    return Estimate(completions, completions * length, seconds + 2.0 * shape.parameters * work / rate, memory)
+
+
+def _memory(config: dict[str, Any], shape: causal_lm.Shape, prompt: int) -> int:
+    """Peak memory in bytes; see `estimate`."""
+    length, size = config["max_new_tokens"], shape.width * shape.layers
+    activations = 40 * 4 * min(config["micro_batch"], config["budget"]) * (prompt + length) * size
+    cache = 8 * min(SAMPLED_AT_ONCE * config["micro_batch"], config["budget"]) * length * size
+    weights = (20 if Options.of(config).penalized else 16) * shape.parameters
+    scores = 0
     if config["predict"]:
-        memory += 4 * shape.parameters * min(100, pooled)
-    return Estimate(completions, completions * length, seconds + 2.0 * shape.parameters * work / rate, int(memory))
+        scores = 4 * shape.parameters * min(100, config["prompt_pool"], PREDICTION_QUESTIONS)
+    return weights + activations + cache + scores + 500_000_000

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -13,26 +14,28 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from grpo_repro.algorithm2 import Options
 from grpo_repro.cells import Cell, Progress, cell_rng
 from grpo_repro.config import TaskConfig
 from grpo_repro.engine.check import self_check
 from grpo_repro.engine.sample import Rollout, sample, uniforms
-from grpo_repro.engine.update import Learner
+from grpo_repro.engine.update import Learner, log_probs
 from grpo_repro.errors import NotFinite, UserError
-from grpo_repro.estimators import ESTIMATORS
+from grpo_repro.estimators import ESTIMATORS, normalized
 from grpo_repro.experiments.evaluation import Examination, Record
 from grpo_repro.experiments.grading import UNANSWERED, Tally
 from grpo_repro.experiments.language_mse import SAMPLED_AT_ONCE, SMALL_MODEL
 from grpo_repro.experiments.mse_eval import settings
 from grpo_repro.experiments.state import Checkpoint
 from grpo_repro.experiments.variant import describe
+from grpo_repro.kl import reward_penalty
 from grpo_repro.policies import causal_lm
 from grpo_repro.results import to_table, write_table
 from grpo_repro.tasks import load_task
 
 STATE = "run"
-WINDOW = ("reward_mean", "zero_variance_fraction", "gradient_norm", "completion_length", *UNANSWERED)
-"""Training averages, in the order of the window's sums; the last sum counts iterations."""
+WINDOW = ("reward_mean", "zero_variance_fraction", "gradient_norm", "completion_length")
+"""Training averages that every run has, in the order of the window's sums."""
 
 
 def run(cell: Cell, workdir: Path, progress: Progress) -> tuple[pd.DataFrame, dict[str, Any]]:
@@ -63,8 +66,9 @@ class _Run:
     """A cell with its policy, its optimiser, its questions and what it has measured so far.
 
     Attributes:
+        reference: The policy as its files have it, which a penalty keeps it near; None without one.
         done: Last iteration that is finished, evaluation included; -1 before the initial evaluation.
-        window: Sums of `WINDOW` since the last log line, and the number of iterations.
+        window: Sums of the training averages since the last log line, and the number of iterations.
         counts: Completions and tokens sampled.
     """
 
@@ -77,9 +81,10 @@ class _Run:
     progress: Progress
     checkpoint: Checkpoint
     facts: dict[str, Any]
+    reference: causal_lm.CausalLM | None
+    window: Float[np.ndarray, " sums"]
     done: int = -1
     records: list[Record] = field(default_factory=list)
-    window: Float[np.ndarray, " sums"] = field(default_factory=lambda: np.zeros(len(WINDOW) + 1))
     counts: Float[np.ndarray, 2] = field(default_factory=lambda: np.zeros(2))
     value: float = float("nan")
     began: tuple[float, float] = field(default_factory=lambda: (time.monotonic(), 0.0))
@@ -107,14 +112,20 @@ class _Run:
             "weights_hash": causal_lm.weights_hash(policy.model),
         }
         checkpoint = Checkpoint(workdir, cell.id, config["save_seconds"])
-        made = cls(cell, policy, Learner(policy, config), train, test, workdir, progress, checkpoint, facts)
+        learner, reference = Learner(policy, config), None
+        if learner.options.penalized:  # before a state is taken up: the reference stays what the files hold
+            reference = replace(policy, model=copy.deepcopy(policy.model))
+        window = np.zeros(len(_window(tasks[0], reference)) + 1)
+        made = cls(
+            cell, policy, learner, train, test, workdir, progress, checkpoint, facts, reference, window
+        )  # fmt: skip
         made._restore()
         return made
 
     # One iteration.
 
     def update(self, iteration: int) -> None:
-        """Sample B groups from the policy and make one step (Algorithm 1)."""
+        """Sample B groups from the policy and make one step (Algorithm 1), or those of Algorithm 2."""
         config = self.cell.config
         group = config["group_size"]
         chosen = question_numbers(config, len(self.train.prompts), iteration)
@@ -122,12 +133,15 @@ class _Run:
         rollout = self._sample(prompts, iteration)
         self.train.tally = Tally()
         rewards = self.train.reward(rollout, chosen)
-        blank = np.zeros(len(chosen))
-        advantages = ESTIMATORS[config["estimator"]](rewards, blank, blank)
-        norm = self.learner.step(prompts, rollout, advantages, iteration)
+        reference = self._reference_log_probs(prompts, rollout)
+        ratio = None if reference is None else (rollout.log_probs - reference).double().sum(-1).cpu().numpy()
+        advantages = _advantages(config["estimator"], rewards, ratio, self.learner.options)
+        norm = self.learner.step(prompts, rollout, advantages, iteration, reference)
         equal = float((rewards == rewards[:, :1]).all(1).mean())
         length = float(rollout.lengths.double().mean())
-        self.window += [float(rewards.mean()), equal, norm, length, *self.train.tally.unanswered(), 1.0]
+        graded = self.train.tally.unanswered() if hasattr(self.train.task, "grade") else ()
+        divergence = [] if ratio is None else [float(ratio.mean())]
+        self.window += [float(rewards.mean()), equal, norm, length, *graded, *divergence, 1.0]
         self.counts += [len(chosen) * group, float(rollout.mask.sum())]
         every = config["log_every"]
         if iteration in config["checkpoints"] or (every is not None and iteration % every == 0):
@@ -156,11 +170,15 @@ class _Run:
         names = ("tokens", "mask", "log_probs", "finished")
         return Rollout(*(torch.cat([getattr(part, name) for part in parts]) for name in names))
 
+    def _reference_log_probs(self, prompts: list[list[int]], rollout: Rollout) -> Tensor | None:
+        if self.reference is None:
+            return None
+        config = self.cell.config
+        return log_probs(self.reference, prompts, rollout, config["temperature"], config["micro_batch"])
+
     def _log(self, iteration: int) -> None:
         count = int(self.window[-1])
-        for name, total in zip(WINDOW, self.window, strict=False):
-            if name in UNANSWERED and not hasattr(self.train.task, "grade"):
-                continue
+        for name, total in zip(_window(self.train.task, self.reference), self.window[:-1], strict=True):
             self.records.append(Record(name, iteration, total / count, count=count))
         self.window[:] = 0
 
@@ -222,6 +240,33 @@ class _Run:
     def extras(self) -> dict[str, Any]:
         """What the manifest says."""
         return {"completions": int(self.counts[0]), "tokens": int(self.counts[1])} | self.facts
+
+
+def _advantages(
+    estimator: str, rewards: Float[np.ndarray, "prompts group"], log_ratio: Float[np.ndarray, "prompts group"] | None,
+    options: Options,
+) -> Float[np.ndarray, "prompts group"]:  # fmt: skip
+    """A = (Z - C) / se - kappa (l - its leave-one-out mean), with what of that the options ask for.
+
+    Args:
+        estimator: Its name.
+        rewards: Z.
+        log_ratio: l = log pi_old - log pi_ref of each completion; None without a reference policy.
+        options: Whether to divide, and kappa in the reward.
+    """
+    blank = np.zeros(len(rewards))
+    advantages = ESTIMATORS[estimator](rewards, blank, blank)
+    if options.normalize:
+        advantages = normalized(advantages, rewards)
+    if log_ratio is not None and options.in_reward:
+        advantages = advantages - options.in_reward * reward_penalty(log_ratio)
+    return advantages
+
+
+def _window(task: Any, reference: Any) -> tuple[str, ...]:
+    """Training averages of a run, in the order of the window's sums; the last sum counts iterations."""
+    graded = UNANSWERED if hasattr(task, "grade") else ()
+    return (*WINDOW, *graded, *(("kl_divergence",) if reference is not None else ()))
 
 
 def training_task(test: TaskConfig, pool: int) -> Any:

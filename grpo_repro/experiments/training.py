@@ -1,8 +1,8 @@
 """Training runs: `grpo train`, and the sweeps over G (Figure 5), over N x G (Table 2) and over n.
 
-A cell is one run of Algorithm 1: one policy, estimator, group size G, budget N and seed, evaluated at checkpoints n. A
-tabular cell holds `replicates` independent runs at once. The sweeps differ only in which cells they list, and a cell
-that one of them has finished is not run again for another.
+A cell is one run of Algorithm 1, or of Algorithm 2 where its options ask for that: one policy, estimator, group size G,
+budget N and seed, evaluated at checkpoints n. A tabular cell holds `replicates` independent runs at once. The sweeps
+differ only in which cells they list, and a cell that one of them has finished is not run again for another.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 
 import pandas as pd
 
+from grpo_repro.algorithm2 import Options
 from grpo_repro.cells import Cell, Estimate, Progress
 from grpo_repro.config import SCHEMAS, ModelConfig
 from grpo_repro.experiments.mse_eval import named
@@ -87,7 +88,7 @@ def _cell(config: TrainingConfig, model: ModelConfig, own: dict[str, Any]) -> Ce
         "learning_rate": LEARNING_RATE[kind] if config.learning_rate is None else config.learning_rate,
         "clip_norm": clip_norm(config),
         "checkpoints": checkpoints(config),
-    }
+    } | Options.of(vars(config)).stated()
     if model.kind == "tabular":
         values["replicates"] = config.replicates
     else:

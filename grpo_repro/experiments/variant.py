@@ -25,6 +25,10 @@ KEYS = {
     "warmup": "warmup",
     "weight_decay": "weight_decay",
     "clip_norm": "clip_norm",
+    "normalize": "normalize",
+    "minibatches": "minibatches",
+    "kl_coefficient": "kl_coefficient",
+    "kl_estimator": "kl_estimator",
     "pool": "prompt_pool",
     "order": "prompt_order",
     "iterations": "iterations",
@@ -46,7 +50,14 @@ def describe(config: Mapping[str, Any]) -> str:
     rest = {key: value for key, value in config.items() if key not in OF_RUNS and key not in KEYS.values()}
     shown["rest"] = hashlib.sha256(canonical_json(rest).encode()).hexdigest()[:6]
     shown = {name: "all" if name == "pool" and value is None else value for name, value in shown.items()}
-    return " ".join(f"{name}={'none' if value is None else value}" for name, value in shown.items())
+    return " ".join(f"{name}={_text(value)}" for name, value in shown.items())
+
+
+def _text(value: Any) -> str:
+    """Return a value as it is typed."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return "none" if value is None else str(value)
 
 
 def parse(text: str) -> dict[str, str]:

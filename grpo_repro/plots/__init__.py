@@ -11,7 +11,7 @@ from collections.abc import Callable
 import pandas as pd
 from matplotlib.figure import Figure
 
-from grpo_repro.plots import accuracy, gap, mse, table2, table2_text, universality, universality_text
+from grpo_repro.plots import accuracy, gap, mse, table2, table2_text, theory, universality, universality_text
 
 FIGURES: dict[str, Callable[[pd.DataFrame], Figure]] = {
     "mse": mse.draw,
@@ -21,6 +21,9 @@ FIGURES: dict[str, Callable[[pd.DataFrame], Figure]] = {
     "universality": universality.draw,
 }
 """Name on the command line -> function that draws it."""
+
+THEORY: dict[str, Callable[[pd.DataFrame], Figure]] = theory.figures()
+"""The same for the checks of the theory; the name `theory` stands for all of them."""
 
 TEXTS: dict[str, Callable[[pd.DataFrame], dict[str, str]]] = {
     "table2": table2_text.texts,

@@ -14,8 +14,9 @@ import numpy as np
 from jaxtyping import Float64
 from scipy.special import softmax
 
+from grpo_repro.errors import UserError
 from grpo_repro.policies.families import Family, separable_return
-from grpo_repro.ustat import Components, optimal_group_size
+from grpo_repro.ustat import Components, mse, optimal_group_size
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,6 +139,43 @@ class TabularPolicy:
         squared = q * (1 - b) ** 2 + (1 - q) * b**2
         return _mean(self.probs, self.sq_norms * squared) - self.gradient_sq_norm
 
+    def baseline_matrix(self, baseline: Float64[np.ndarray, " contexts"]) -> Float64[np.ndarray, "dim dim"]:
+        """Return E[W W' (Z - b)^2] - E[g(X) g(X)'], the matrix whose trace is the mean of `baseline_term`.
+
+        Args:
+            baseline: b(x), shape [contexts].
+        """
+        b, q = baseline[:, None], self.reward_probs
+        weight = self.context_probs[:, None] * self.probs * (q * (1 - b) ** 2 + (1 - q) * b**2)
+        return _outer(weight, self.scores) - _outer(self.context_probs, self.gradients)
+
+    def covariance(self, estimator: str, group_size: int, num_prompts: int) -> Float64[np.ndarray, "dim dim"]:
+        """Covariance matrix of the gradient estimate of B independent prompts; its trace is the mean squared error.
+
+        Cov g(X) / B + (E[W W' (Z - b)^2] - E g g') / (B G) for a prompt-only baseline b(x). For grpo it is the oracle's
+        plus (E[sigma^2 W W'] + E g g') / (B G (G - 1)): the second-order part of its Hoeffding decomposition,
+        -(1/(G(G-1))) sum_{i != j} W_i rho_j, has only the terms (i, j)(i, j) and (i, j)(j, i).
+
+        Args:
+            estimator: `vanilla`, `grpo`, `oracle` or `optimal`.
+            group_size: G; at least 2 for grpo.
+            num_prompts: B.
+
+        Raises:
+            UserError: For a group or a number of prompts that is too small, and an unknown estimator.
+        """
+        mse(self.components, group_size, estimator)  # refuses what has no error
+        if num_prompts < 1:
+            raise UserError(f"no estimate from {num_prompts} prompts; B >= 1")
+        zero = np.zeros_like(self.value)
+        baseline = {"vanilla": zero, "optimal": self.optimal_baseline}.get(estimator, self.value)
+        total = _outer(self.context_probs, self.gradients - self.gradient) + self.baseline_matrix(baseline) / group_size
+        if estimator == "grpo":
+            fisher = _outer((self.context_probs * self.reward_variance)[:, None] * self.probs, self.scores)
+            second = fisher + _outer(self.context_probs, self.gradients)
+            total = total + second / (group_size * (group_size - 1))
+        return total / num_prompts
+
     # Expectations over contexts.
 
     @cached_property
@@ -233,3 +271,11 @@ def _mean(
 ) -> Float64[np.ndarray, " contexts"]:
     """Return the mean over actions under pi."""
     return np.einsum("xa,xa->x", probs, values)
+
+
+def _outer(
+    weights: Float64[np.ndarray, "*shape"], vectors: Float64[np.ndarray, "*shape dim"]
+) -> Float64[np.ndarray, "dim dim"]:
+    """Return the weighted sum of v v'."""
+    flat = vectors.reshape(-1, vectors.shape[-1])
+    return (flat * weights.reshape(-1, 1)).T @ flat

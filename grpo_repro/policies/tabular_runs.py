@@ -5,9 +5,11 @@ Parameters have the shape ``[runs, dim]``, and every function treats all runs in
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 from jaxtyping import Float, Float64, Int
-from scipy.special import softmax
+from scipy.special import log_softmax, softmax
 
 from grpo_repro.errors import UserError
 from grpo_repro.policies.families import Family
@@ -16,14 +18,24 @@ DIRECT = 16
 """Group size from which counts are drawn as multinomials rather than completion by completion."""
 
 
-def probs(family: Family, theta: Float64[np.ndarray, "runs dim"]) -> Float64[np.ndarray, "runs contexts actions"]:
-    """pi(a | x) of every run."""
+def logits(family: Family, theta: Float64[np.ndarray, "runs dim"]) -> Float64[np.ndarray, "runs contexts actions"]:
+    """Logits of every run."""
     contexts, actions, dim = family.features.shape
-    logits = theta @ family.features.reshape(-1, dim).T
+    found = theta @ family.features.reshape(-1, dim).T
     if family.curvature is not None:
         squares = (theta[:, :, None] * theta[:, None, :]).reshape(len(theta), -1)
-        logits = logits + 0.5 * squares @ family.curvature.reshape(-1, dim * dim).T
-    return softmax(logits.reshape(-1, contexts, actions) + family.offset, axis=2)
+        found = found + 0.5 * squares @ family.curvature.reshape(-1, dim * dim).T
+    return found.reshape(-1, contexts, actions) + family.offset
+
+
+def probs(family: Family, theta: Float64[np.ndarray, "runs dim"]) -> Float64[np.ndarray, "runs contexts actions"]:
+    """pi(a | x) of every run."""
+    return softmax(logits(family, theta), axis=2)
+
+
+def log_probs(family: Family, theta: Float64[np.ndarray, "runs dim"]) -> Float64[np.ndarray, "runs contexts actions"]:
+    """Logarithm of pi(a | x) of every run, finite where pi is too small for a number."""
+    return log_softmax(logits(family, theta), axis=2)
 
 
 def scores(
@@ -115,6 +127,83 @@ def draw_counts(
     return np.bincount(flat.ravel(), minlength=groups * outcomes).reshape(groups, outcomes)
 
 
+@dataclass(frozen=True, eq=False)
+class Draw:
+    """Groups of completions of many runs, with the policies that they come from; actions and rewards as counts.
+
+    Attributes:
+        theta: Parameters sampled from, a copy.
+        probs: pi_old(a | x).
+        scores: W(x, a) at these parameters.
+        contexts: Context of every group.
+        counts: Completions of every group with each action and reward (0, 1).
+    """
+
+    theta: Float64[np.ndarray, "runs dim"]
+    probs: Float64[np.ndarray, "runs contexts actions"]
+    scores: Float64[np.ndarray, "runs contexts actions dim"]
+    contexts: Int[np.ndarray, "runs prompts"]
+    counts: Int[np.ndarray, "runs prompts actions 2"]
+
+    @property
+    def group_size(self) -> int:
+        """G."""
+        return int(self.counts[0, 0].sum())
+
+    @property
+    def places(self) -> Int[np.ndarray, " groups"]:
+        """Index of every group's run and context among all of them."""
+        runs, contexts, _ = self.probs.shape
+        return (np.arange(runs)[:, None] * contexts + self.contexts).ravel()
+
+    def groups(self) -> Int[np.ndarray, "groups actions 2"]:
+        """The counts of all runs' groups, one run after the other."""
+        return self.counts.reshape(-1, *self.counts.shape[2:])
+
+    def weights(self, family: Family, estimator: str) -> Float[np.ndarray, "groups actions"]:
+        """Sum of the advantages of each action's completions, see `action_weights`."""
+        constants = baseline(family, estimator, self.probs, self.scores).ravel()[self.places]
+        return action_weights(self.groups(), estimator, constants)
+
+    def totals(self, weights: Float[np.ndarray, "groups actions"]) -> Float[np.ndarray, "runs contexts actions"]:
+        """Sums of the groups' numbers over the groups of each context."""
+        actions = self.probs.shape[2]
+        flat = self.places[:, None] * actions + np.arange(actions)
+        return np.bincount(flat.ravel(), weights.ravel(), minlength=self.probs.size).reshape(self.probs.shape)
+
+
+def draw(
+    family: Family,
+    theta: Float64[np.ndarray, "runs dim"],
+    contexts: Int[np.ndarray, "runs prompts"],
+    group_size: int,
+    rng: np.random.Generator,
+) -> Draw:
+    """Draw G completions and their rewards for every context of every run.
+
+    Args:
+        family: The family.
+        theta: Parameters.
+        contexts: The B contexts of each run.
+        group_size: G.
+        rng: Source of the completions and rewards.
+    """
+    pi = probs(family, theta)
+    runs, _, actions = pi.shape
+    rewards = np.stack([1 - family.reward_probs, family.reward_probs], 2)
+    joint = (pi[..., None] * rewards).reshape(-1, 2 * actions)
+    places = (np.arange(runs)[:, None] * pi.shape[1] + contexts).ravel()
+    counts = draw_counts(joint[places], group_size, rng).reshape(*contexts.shape, actions, 2)
+    return Draw(theta.copy(), pi, scores(family, theta, pi), contexts, counts)
+
+
+def along(
+    totals: Float[np.ndarray, "runs contexts actions"], w: Float64[np.ndarray, "runs contexts actions dim"], size: int
+) -> Float[np.ndarray, "runs dim"]:
+    """Sum of weights times scores over the number of completions."""
+    return np.einsum("sxa,sxad->sd", totals, w, optimize=True) / size
+
+
 def gradient_estimate(
     family: Family,
     theta: Float64[np.ndarray, "runs dim"],
@@ -138,16 +227,5 @@ def gradient_estimate(
     """
     if estimator == "grpo" and group_size < 2:
         raise UserError(f"estimator grpo has no baseline at group size {group_size}; use 2 or more")
-    runs, prompts = contexts.shape
-    pi = probs(family, theta)
-    w = scores(family, theta, pi)
-    actions = pi.shape[2]
-    rewards = np.stack([1 - family.reward_probs, family.reward_probs], 2)
-    joint = (pi[..., None] * rewards).reshape(runs, -1, 2 * actions)
-    places = (np.arange(runs)[:, None] * pi.shape[1] + contexts).ravel()
-    counts = draw_counts(joint.reshape(-1, 2 * actions)[places], group_size, rng).reshape(-1, actions, 2)
-    constants = baseline(family, estimator, pi, w).ravel()[places]
-    weights = action_weights(counts, estimator, constants)
-    flat = places[:, None] * actions + np.arange(actions)
-    totals = np.bincount(flat.ravel(), weights.ravel(), minlength=pi.size).reshape(pi.shape)
-    return np.einsum("sxa,sxad->sd", totals, w, optimize=True) / (prompts * group_size)
+    batch = draw(family, theta, contexts, group_size, rng)
+    return along(batch.totals(batch.weights(family, estimator)), batch.scores, contexts.shape[1] * group_size)
