@@ -52,8 +52,8 @@ PANELS: dict[tuple[str, str], Panel] = {
     ("lemma-6", "inverse"): Panel(r"rate $\beta/i$", "iteration $n$", "mean gap", True, True),
     ("corollary-5", "order"): Panel("error against the baseline", "baseline $b$", r"$G \times$ MSE over the oracle's"),
     ("theorem-7", "curved"): Panel("curved", G, N_GAP, True),
-    ("theorem-7", "three-actions"): Panel("three actions", G, N_GAP, True),
-    ("theorem-7", "flat-direction"): Panel("curved, noise along a flat direction", G, N_GAP, True),
+    ("theorem-7", "three-actions"): Panel("three actions", G, "", True),
+    ("theorem-7", "flat-direction"): Panel("curved, flat direction", G, "", True),
     ("theorem-8", "law"): Panel("law of the gap", r"$n \times$ gap", "probability of less"),
     ("theorem-8", "convergence"): Panel(
         "distance to the limit", "iteration $n$", "Kolmogorov-Smirnov distance", True, True
@@ -100,10 +100,20 @@ def draw(rows: pd.DataFrame, check: str) -> Figure:
         raise UserError(f"{check} is decided without curves; `grpo theory {check}` prints its statements")
     with style.context():
         width = style.TEXT_WIDTH if len(panels) > 1 else style.TEXT_WIDTH / 2
-        crowded = max(sum(curve.panel == name for curve in report.curves) for name in panels)
-        figure = style.new_figure(width, HEIGHT + (LEGEND * -(-crowded // 2) if crowded > MOST_INSIDE else 0.0))
+        most = max(sum(curve.panel == name for curve in report.curves) for name in panels)
+        columns = 1 if len(panels) > 2 else 2
+        below = columns == 1 or most > MOST_INSIDE
+        figure = style.new_figure(width, HEIGHT + below * LEGEND * -(-most // columns))
         for axes, name in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
-            _panel(axes, PANELS.get((check, name), Panel(name, "", "")), [c for c in report.curves if c.panel == name])
+            curves = [curve for curve in report.curves if curve.panel == name]
+            _panel(axes, PANELS.get((check, name), Panel(name, "", "")), curves)
+            if columns == 1 or len(curves) > MOST_INSIDE:
+                axes.legend(
+                    loc="upper center", bbox_to_anchor=(0.5, -0.2), ncol=columns, columnspacing=1.2, handlelength=2.0
+                )
+            else:
+                axes.legend(loc="best")
+        figure.draw_without_rendering()  # the layout knows the width of tick labels from its second pass on
     figure.set_label(_caption(check, report))
     return figure
 
@@ -137,10 +147,6 @@ def _panel(axes: Axes, panel: Panel, curves: list[Curve]) -> None:
             axes.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
             axes.xaxis.set_minor_locator(NullLocator())
             axes.xaxis.set_minor_formatter(NullFormatter())
-    if len(curves) > MOST_INSIDE:
-        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), ncol=2, columnspacing=1.2)
-    else:
-        axes.legend(loc="best")
 
 
 def pretty(text: str) -> str:
