@@ -66,7 +66,8 @@ Progress = Callable[[int, int, str], None]
 def canonical_json(config: dict[str, Any]) -> str:
     """Return the identity of a configuration as text: sorted keys, no spaces, without `NOT_IDENTITY`.
 
-    A local model whose files are identified by `weights` is the same wherever it lies: its path stays out.
+    A local model whose files are identified by `weights` is the same wherever it lies: its path stays out. So are
+    questions that `data` identifies.
 
     Raises:
         ValueError: If a value is NaN or infinite.
@@ -75,6 +76,8 @@ def canonical_json(config: dict[str, Any]) -> str:
     kept = {key: value for key, value in config.items() if key not in NOT_IDENTITY}
     if kept.get("weights") and not kept["model"]["path"].startswith("bundled:"):
         kept["model"] = {key: value for key, value in kept["model"].items() if key != "path"}
+    if kept.get("data"):
+        kept["task"] = {key: value for key, value in kept["task"].items() if key != "path"}
     return json.dumps(kept, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 

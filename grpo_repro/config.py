@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from grpo_repro.schema import (
+    WORDED_TASKS,
+    WORDED_TEMPLATE,
     BudgetConfig,
     GroupSizeConfig,
     IterationsConfig,
@@ -117,8 +119,12 @@ def typed(config: DictConfig) -> Any:
         if settings.model.kind == "tabular" and settings.model.family is None:
             family, arguments = settings.tabular_family
             settings.model.family, settings.model.family_args = family, arguments | settings.model.family_args
+        if settings.task.name in WORDED_TASKS and settings.model.template == ModelConfig.template:
+            settings.model.template = WORDED_TEMPLATE
         # A shell passes \n as two characters, and a prompt with a literal backslash would be wrong without a sign.
         settings.model.template = settings.model.template.replace("\\n", "\n").replace("\\t", "\t")
+    if settings.task.instruction is not None:
+        settings.task.instruction = settings.task.instruction.replace("\\n", "\n")
     return settings
 
 

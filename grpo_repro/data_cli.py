@@ -14,6 +14,7 @@ import typer
 
 from grpo_repro.config import choices, load_choice
 from grpo_repro.errors import RunError, UserError
+from grpo_repro.schema import WORDED_TASKS
 from grpo_repro.validation import validate_task
 
 data_app = typer.Typer(
@@ -40,18 +41,23 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on std
 def check(task: Task, overrides: Overrides = None, as_json: Json = False) -> None:
     """Check that every gold answer is read and paid, and that questions differ; exit 1 if not.
 
+    All questions of a data set are checked unless split or num_questions are given.
+
     Example: grpo data check arithmetic split=train num_questions=1000
     """
-    loaded = _load(task, overrides)
+    everything = ["split=all", "num_questions=0"] if task in WORDED_TASKS else []
+    loaded = _load(task, [*everything, *(overrides or [])])
     questions = loaded.questions
     ids, texts = Counter(q.id for q in questions), Counter(q.text for q in questions)
     problems = [f"id {name!r} is used {times} times" for name, times in ids.items() if times > 1]
     problems += [f"question {text!r} occurs {times} times" for text, times in texts.items() if times > 1]
-    problems += [f"question {q.id}: its own answer {q.answer!r} is not paid" for q in _unpaid(loaded)]
+    problems += _unpaid(loaded)
     kinds = Counter(q.kind for q in questions)
     if as_json:
         facts = {"questions": len(questions), "kinds": dict(kinds), "data_hash": loaded.data_hash}
         print(json.dumps({"task": loaded.name, **facts, "problems": problems}))
+        if problems:
+            raise typer.Exit(1)
     else:
         print(f"{loaded.name}: {len(questions)} questions, data hash {loaded.data_hash}")
         for kind, number in sorted(kinds.items()):
@@ -62,9 +68,19 @@ def check(task: Task, overrides: Overrides = None, as_json: Json = False) -> Non
         raise RunError(f"{len(problems)} problems in task {task}")
 
 
-def _unpaid(task: Any) -> Iterator[Any]:
-    """Yield the questions whose gold answer earns nothing."""
-    return (question for question in task.questions if task.reward(question.answer, question) != 1.0)
+def _unpaid(task: Any) -> list[str]:
+    """What is wrong with the gold answers that earn nothing, or that the verifier cannot read."""
+    if task.name not in WORDED_TASKS:
+        wrong = [question for question in task.questions if task.reward(question.answer, question) != 1.0]
+        return [f"question {q.id}: its own answer {q.answer!r} is not paid" for q in wrong]
+    verdicts = task.grade([(task.stated(q.answer), q, False) for q in task.questions])
+    found = [f"question {question.id}: {reason}" for question, reason in task.excluded]
+    found += [
+        f"question {q.id}: its own answer {q.answer!r} is graded {verdict.outcome} {verdict.detail}".rstrip()
+        for q, verdict in zip(task.questions, verdicts, strict=True)
+        if verdict.outcome != "right"
+    ]
+    return found + [f"question {q.id}: {reason}" for q, reason in task.audit()]
 
 
 @data_app.command()
@@ -84,24 +100,35 @@ def show(
         print(json.dumps({"task": loaded.name, "questions": [vars(question) for question in shown]}))
         return
     for question in shown:
-        print(f"{question.id}\t{question.kind}\t{question.text}\t{question.answer}")
+        fields = (question.id, question.kind, question.text, question.answer)
+        print("\t".join(" ".join(field.split()) for field in fields))
 
 
 @data_app.command()
 def score(
     task: Task,
     completions: Annotated[
-        str, typer.Argument(metavar="FILE", help='JSON lines {"id": ..., "completion": ...}; - is stdin.')
+        str,
+        typer.Argument(
+            metavar="FILE",
+            help='JSON lines {"id": ..., "completion": ...}, of worded tasks {"completion": ..., "gold": ...}; - is '
+            "stdin.",
+        ),
     ],
     overrides: Overrides = None,
     as_json: Json = False,
 ) -> None:
     """Score completions of a task's questions: mean reward, over all and for each kind.
 
+    gsm8k and math grade completions against the gold answers beside them, and print the outcome and reward of each.
+
     Example: grpo data score arithmetic completions.jsonl
     """
     if "=" in completions:
         raise UserError(f"{completions!r} is an override, not a file: grpo data score TASK FILE KEY=VALUE")
+    if task in WORDED_TASKS:
+        _score_worded(task, completions, overrides, as_json)
+        return
     loaded = _load(task, overrides)
     by_id = {question.id: question for question in loaded.questions}
     rewards: dict[str, list[float]] = defaultdict(list)
@@ -130,7 +157,29 @@ def score(
         print(f"  {kind}: {mean:.4f} ({len(rewards[kind])})")
 
 
+def _score_worded(name: str, completions: str, overrides: list[str] | None, as_json: bool) -> None:
+    from grpo_repro.scoring import score as score_lines
+    from grpo_repro.tasks import worded, worded_kind
+
+    config = _config(name, overrides)
+    kind = worded_kind(name)
+    rules = worded.WordedTask(kind, [], "", [], 0, config.format_reward, config.deadline)
+
+    def asked() -> dict[str, Any]:
+        everything = ["split=all", "num_questions=0"]
+        return {question.id: question for question in _load(name, [*everything, *(overrides or [])]).questions}
+
+    score_lines(completions, _lines(completions), rules, asked, as_json)
+
+
 def _load(name: str, overrides: list[str] | None) -> Any:
+    config = _config(name, overrides)
+    from grpo_repro.tasks import load_task
+
+    return load_task(config)
+
+
+def _config(name: str, overrides: list[str] | None) -> Any:
     import yaml  # type: ignore[import-untyped]
     from omegaconf.errors import OmegaConfBaseException
 
@@ -148,20 +197,26 @@ def _load(name: str, overrides: list[str] | None) -> Any:
         reason = str(error).splitlines()[0]
         raise UserError(f"cannot read {' '.join(stripped)!r} ({reason}); write KEY=VALUE") from error
     validate_task(config, least=1)
-    from grpo_repro.tasks import load_task
-
-    return load_task(config)
+    return config
 
 
 def _read(name: str) -> Iterator[tuple[int, str, str]]:
     """Yield line number, id and completion of each line of a file."""
+    yield from _parse(name, (line for _, line in _lines(name, blank=True)))
+
+
+def _lines(name: str, blank: bool = False) -> Iterator[tuple[int, str]]:
+    """Yield number and text of each line of a file, of blank ones too if asked."""
     try:
         # A byte order mark, which some editors write, is no part of the first line.
         if name == "-":
-            yield from _parse(name, io.TextIOWrapper(sys.stdin.buffer, encoding="utf-8-sig"))
-            return
-        with Path(name).open(encoding="utf-8-sig") as file:
-            yield from _parse(name, file)
+            file: Any = io.TextIOWrapper(sys.stdin.buffer, encoding="utf-8-sig")
+        else:
+            if Path(name).exists() and not Path(name).is_file():
+                raise UserError(f"{name} is no file; give JSON lines, or - for stdin")
+            file = Path(name).open(encoding="utf-8-sig")
+        with file:
+            yield from ((number, line) for number, line in enumerate(file, 1) if blank or line.strip())
     except OSError as error:
         raise UserError(f"cannot read {name}: {error.strerror}; give JSON lines, or - for stdin") from error
     except UnicodeDecodeError as error:

@@ -55,6 +55,7 @@ def diagnose(results_dir: Path) -> list[Check]:
         ("results folder", lambda: _writable(results_dir)),
         ("disk", lambda: _disk(results_dir)),
         ("matplotlib", _matplotlib),
+        ("math-verify", _math_verify),
         ("launchers", _launchers),
         ("vllm", _vllm),
         ("hub", _hub),
@@ -146,6 +147,11 @@ def _matplotlib() -> Check:
 
     Figure().savefig(io.BytesIO(), format="png")
     return Check("matplotlib", True, f"{matplotlib.__version__} draws without a display")
+
+
+def _math_verify() -> Check:
+    version = _version("math-verify")
+    return Check("math-verify", version is not None, version or "not installed; pip install math-verify", needed=False)
 
 
 def _launchers() -> Check:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict, replace
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
-from grpo_repro.config import ModelConfig
+from grpo_repro.config import ModelConfig, TaskConfig
 from grpo_repro.errors import UserError
+from grpo_repro.schema import WORDED_TASKS
 
 HASHED_BYTES = 1 << 28
 """Files up to this size (256 MiB) are identified by their content, larger ones by name, size and time."""
@@ -54,3 +57,33 @@ def model_fingerprint(config: ModelConfig) -> str | None:
     except OSError as error:
         raise UserError(f"cannot read the files of model {folder}: {error.strerror}; check its permissions") from error
     return digest.hexdigest()[:16]
+
+
+_WORDED_ONLY = ("hub", "subset", "revision", "instruction", "format_reward", "deadline")
+
+
+def task_settings(config: TaskConfig) -> dict[str, Any]:
+    """What a cell holds of its task; keys of worded tasks stay out of the others' ids, which are older than they."""
+    settings = asdict(config)
+    return settings if config.name in WORDED_TASKS else {k: v for k, v in settings.items() if k not in _WORDED_ONLY}
+
+
+def task_fingerprint(config: TaskConfig) -> tuple[TaskConfig, dict[str, str]]:
+    """Identify the data of a worded task, so that other data in the same place are another cell.
+
+    Args:
+        config: The task.
+
+    Returns:
+        The task with its number of questions (0 means all, and is replaced by their number), and the hash of the data
+        as `data` of a cell; nothing for tasks that make their own questions.
+
+    Raises:
+        UserError: If the data cannot be read.
+    """
+    if config.name not in WORDED_TASKS:
+        return config, {}
+    from grpo_repro.tasks import load_task
+
+    loaded = load_task(config)
+    return replace(config, num_questions=len(loaded.questions)), {"data": loaded.data_hash}

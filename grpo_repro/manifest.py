@@ -22,6 +22,8 @@ PACKAGES = (
     "pandas",
     "pyarrow",
     "hydra-core",
+    "math-verify",
+    "sympy",
     "vllm",
 )
 _FROM_CELL = ("completions", "tokens", "dtype", "data_hash", "model_revision", "weights_hash")

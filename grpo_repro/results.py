@@ -89,6 +89,15 @@ METRICS: dict[str, str] = {
     "curve_y": "its ordinate",
     "kl_divergence": "KL(pi || pi_ref) from the initial policy, in nats per completion",
     "completion_length": "mean number of tokens of a completion, its EOS token included",
+    "truncated_fraction": "fraction of training completions that were cut off before an answer",
+    "error_fraction": "fraction of training completions on which the verifier failed or ran out of time",
+    "outcome_right": "number of graded completions (count: of all) whose answer is right",
+    "outcome_wrong": "number of those with another answer",
+    "outcome_no_answer": "number of those that ended without an answer",
+    "outcome_truncated": "number of those that were cut off by the length limit before an answer",
+    "outcome_error": "number of those on which the verifier failed or ran out of time; not paid, and not wrong",
+    "outcome_gold_unparsable": "number of those whose question's gold answer cannot be read; not paid",
+    "questions_excluded": "number of questions (count: of those looked at) not asked, their gold being unreadable",
 }
 """Every metric and what it means."""
 

@@ -38,6 +38,12 @@ LARGEST: dict[str, int] = {
 }
 """Largest values: beyond them no machine has the memory or the time, and integers leave 64 bits."""
 
+WORDED_TASKS = ("gsm8k", "math")
+"""Tasks of worded questions, read from a data set."""
+
+WORDED_TEMPLATE = "{question}\n{instruction}\n"
+"""The prompt of worded questions unless a template is given."""
+
 
 @dataclass
 class ModelConfig:
@@ -48,8 +54,9 @@ class ModelConfig:
         kind: `causal_lm` (any transformers causal language model) or `tabular` (exact).
         path: Directory, Hugging Face id, or `bundled:base` / `bundled:instruct`.
         revision: Revision of a Hugging Face model.
-        template: The prompt; `{question}` is replaced by the question, demonstrations are part of it. The two
-            characters backslash and n (or t) stand for a newline (or a tab).
+        template: The prompt; `{question}` is replaced by the question and `{instruction}` by the task's instruction,
+            demonstrations are part of it. The two characters backslash and n (or t) stand for a newline (or a tab).
+            The default is arithmetic's; for a task with an instruction it stands for `WORDED_TEMPLATE`.
         chat: Whether the tokenizer's chat template is put around the prompt.
         dtype: Type of the weights; `auto` is the checkpoint's.
         trust_remote_code: Whether code that comes with the model may run.
@@ -76,14 +83,21 @@ class TaskConfig:
 
     Attributes:
         name: Name of the task.
-        num_questions: Number of questions.
-        split: `train` or `test`; the two are disjoint.
+        num_questions: Number of questions; 0 takes all that a data set has.
+        split: `train` or `test`, which are disjoint; `all` takes every question of a data set.
         seed: Seed of the questions.
-        path: File or directory of the data, for tasks that read any.
+        path: File or directory of a data set, instead of the hub's.
         operand_min: Arithmetic: smallest operand of a sum or difference, left factor and quotient.
         operand_max: Arithmetic: largest of these.
         factor_min: Arithmetic: smallest right factor and divisor.
         factor_max: Arithmetic: largest right factor and divisor.
+        hub: Data set on the Hugging Face hub.
+        subset: Its configuration there.
+        revision: Its commit there.
+        instruction: What `{instruction}` in the model's template stands for.
+        format_reward: w; the reward of training is (accuracy + w format) / (1 + w), format being 1 where the answer is
+            given in the form that the instruction asks for. Test questions are graded by accuracy alone.
+        deadline: Seconds after which the comparison of one answer is given up, and counted as an error.
     """
 
     name: str = ""
@@ -95,6 +109,12 @@ class TaskConfig:
     operand_max: int = 30
     factor_min: int = 1
     factor_max: int = 10
+    hub: str | None = None
+    subset: str | None = None
+    revision: str | None = None
+    instruction: str | None = None
+    format_reward: float = 0.0
+    deadline: float = 5.0
 
 
 @dataclass

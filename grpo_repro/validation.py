@@ -18,6 +18,7 @@ from grpo_repro.schema import (
     METHODS,
     MODEL_KINDS,
     SAMPLERS,
+    WORDED_TASKS,
     ModelConfig,
     MseEvalConfig,
     TaskConfig,
@@ -32,7 +33,9 @@ MODEL_KEYS = {
     "causal_lm": tuple(item.name for item in fields(ModelConfig) if item.name not in _TABULAR),
 }
 _ARITHMETIC = ("operand_min", "operand_max", "factor_min", "factor_max")
+_WORDED = ("path", "hub", "subset", "revision", "instruction", "format_reward", "deadline")
 TASK_KEYS = {
+    **dict.fromkeys(WORDED_TASKS, ("name", "num_questions", "split", "seed", *_WORDED)),
     "bandit": ("name", "num_questions", "seed"),
     "arithmetic": ("name", "num_questions", "split", "seed", *_ARITHMETIC),
 }
@@ -99,6 +102,8 @@ def _with_policy(config: MseEvalConfig | TrainingConfig) -> None:
     if not config.task.name:
         raise UserError("no task is named; use for example task=arithmetic")
     validate_task(config.task)
+    if config.model is None and config.task.name in WORDED_TASKS:
+        raise UserError(f"task={config.task.name} needs a model that reads English; use model=hf model.path=DIR")
     if config.model is not None:
         _model(config.model)
         _fit(config.model, config.task)
@@ -221,13 +226,21 @@ def validate_task(task: TaskConfig, least: int = 3) -> None:
         UserError: At the first value that cannot be used, with the remedy.
     """
     why = "intervals over questions need three" if least == 3 else ""
-    between("task.num_questions", task.num_questions, least, why)
-    check_name("task.split", task.split, ("train", "test"))
+    worded = task.name in WORDED_TASKS
+    if task.num_questions or not worded:
+        between("task.num_questions", task.num_questions, least, why or ("0 takes all" if worded else ""))
+    check_name("task.split", task.split, ("train", "test", "all") if worded else ("train", "test"))
     between("task.seed", task.seed, 0)
     _unused(task, "task", TASK_KEYS.get(task.name), f"task={task.name}")
     if task.name == "arithmetic":
         between("task.operand_max", task.operand_max, task.operand_min, "task.operand_min is that")
         between("task.factor_max", task.factor_max, task.factor_min, "task.factor_min is that")
+    for key, low, high in (("format_reward", 0.0, 100.0), ("deadline", 0.1, 3600.0)):
+        value = getattr(task, key)
+        if not low <= value <= high:
+            raise UserError(
+                f"task.{key}={value} is not between {low:g} and {high:g}; the default is {getattr(TaskConfig, key):g}"
+            )
 
 
 def _unused(config: Any, group: str, used: Sequence[str] | None, owner: str) -> None:
@@ -268,5 +281,16 @@ def _fit(model: ModelConfig, task: TaskConfig) -> None:
     """Refuse a model and a task that do not go together."""
     if model.kind == "tabular" and task.name != "bandit":
         raise UserError(f"model {model.name!r} is tabular, task={task.name} is not; use task=bandit")
+    if task.name in WORDED_TASKS and str(model.path).startswith("bundled:"):
+        raise UserError(
+            f"model {model.name!r} knows digits and signs only, and task={task.name} is in English; use model=hf "
+            "model.path=DIR"
+        )
+    if "{instruction}" in model.template and not task.instruction:
+        raise UserError(
+            f"model.template has {{instruction}}, and task={task.name} has none; set task.instruction, or leave it out"
+            if task.name in WORDED_TASKS
+            else f"model.template has {{instruction}}, and task={task.name} has none; leave it out of the template"
+        )
     if model.kind == "causal_lm" and task.name == "bandit":
         raise UserError(f"task=bandit has no text for model {model.name!r}; use model=tabular")

@@ -89,11 +89,12 @@ def complete(grpo, words, position):
 
 def test_completion_of_models_and_tasks(grpo):
     bundled = ["bundled-base", "bundled-icl", "bundled-instruct"]
+    tasks = ["arithmetic", "bandit", "gsm8k", "math"]
     assert complete(grpo, "grpo mse-eval model=bun", 2) == [f"model={name}" for name in bundled]
-    assert complete(grpo, "grpo mse-eval task=", 2) == ["task=arithmetic", "task=bandit"]
+    assert complete(grpo, "grpo mse-eval task=", 2) == [f"task={name}" for name in tasks]
     # Bash itself splits at the equals sign and wants the value alone.
     assert complete(grpo, "grpo mse-eval model = bun", 4) == bundled
-    assert complete(grpo, "grpo mse-eval task =", 3) == ["arithmetic", "bandit"]
+    assert complete(grpo, "grpo mse-eval task =", 3) == tasks
     assert complete(grpo, "grpo data show ar", 3) == ["arithmetic"]
     assert "mse-eval" in complete(grpo, "grpo ms", 1)
 
@@ -109,7 +110,7 @@ def test_completion_of_models_and_tasks(grpo):
         ("task.sed=1", ["'task.sed'", "did you mean 'task.seed'", "task.split"]),
         ("+foo=1", ["'foo'"]),
         ("model=bundledbase", ["unknown model 'bundledbase'", "did you mean 'bundled-base'", "tabular"]),
-        ("task=gsm8k", ["unknown task 'gsm8k'", "known: arithmetic, bandit"]),
+        ("task=algebra", ["unknown task 'algebra'", "known: arithmetic, bandit, gsm8k, math"]),
         ("estimators=[grpoo]", ["'grpoo'", "did you mean 'grpo'"]),
         ("replicates=many", ["replicates=many", "whole number"]),
         ("group_sizes=[4,x]", ["group_sizes=[4,x]", "whole number"]),

@@ -60,7 +60,7 @@ def test_data_commands(grpo):
 def test_data_errors(grpo):
     path = grpo.folder / "bad.jsonl"
     path.write_text('{"id": "nope", "completion": "1"}\n')
-    assert "known: arithmetic, bandit" in message(grpo("data", "show", "gsm8k"))
+    assert "known: arithmetic, bandit, gsm8k, math" in message(grpo("data", "show", "algebra"))
     assert "'nope' is no question" in message(grpo("data", "score", "arithmetic", path))
     path.write_text("{}\n")
     assert "bad.jsonl:1" in message(grpo("data", "score", "arithmetic", path))

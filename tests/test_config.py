@@ -31,7 +31,9 @@ def test_every_model_composes(name):
 
 @pytest.mark.parametrize("name", schema.choices("task"))
 def test_every_task_composes(name):
-    settings = composed(f"task={name}", *(["model=tabular"] if name == "bandit" else []))
+    reader = ["model=hf", "model.path=DIR"]
+    models = {"bandit": ["model=tabular"], "gsm8k": reader, "math": reader}
+    settings = composed(f"task={name}", *models.get(name, []))
     assert settings.task.name == name
     validate(settings)
 
@@ -181,5 +183,5 @@ def test_arguments_that_hydra_would_misread_are_refused(override, words):
 def test_a_choice_can_be_read_without_hydra():
     task = schema.load_choice("task", "arithmetic", ["num_questions=7"])
     assert task == TaskConfig(name="arithmetic", num_questions=7)
-    with pytest.raises(UserError, match=r"unknown task 'gsm8k'; known: arithmetic, bandit"):
-        schema.load_choice("task", "gsm8k")
+    with pytest.raises(UserError, match=r"unknown task 'algebra'; known: arithmetic, bandit, gsm8k, math"):
+        schema.load_choice("task", "algebra")

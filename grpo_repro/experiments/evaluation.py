@@ -13,7 +13,7 @@ from jaxtyping import Float
 from grpo_repro import stats
 from grpo_repro.cells import Cell, Progress, cell_rng
 from grpo_repro.engine.sample import Rollout, greedy, sample, uniforms
-from grpo_repro.experiments.grading import grade
+from grpo_repro.experiments.grading import OUTCOME_METRICS, UNANSWERED, Tally, grade
 from grpo_repro.experiments.language_mse import SAMPLED_AT_ONCE, PoolJob, measure_components
 from grpo_repro.experiments.state import Checkpoint
 from grpo_repro.policies.causal_lm import CausalLM
@@ -23,8 +23,8 @@ PREDICTION_QUESTIONS = 200
 
 METRICS = (
     "value", "suboptimality_gap", "accuracy", "greedy_accuracy", "reward_mean", "zero_variance_fraction",
-    "gradient_norm", "completion_length", "c1", "c2", "c3", "optimal_group_size",
-    "kl_divergence",
+    "gradient_norm", "completion_length", "c1", "c2", "c3", "optimal_group_size", *OUTCOME_METRICS,
+    *UNANSWERED, "kl_divergence",
 )  # fmt: skip
 """Metrics of a training run; their order numbers them in saved states."""
 
@@ -73,6 +73,7 @@ class Examination:
     def __init__(self, policy: CausalLM, task: Any, part: int, config: dict[str, Any]) -> None:
         self.policy, self.task, self.part, self.config = policy, task, part, config
         self.prompts = [policy.encode(question.text) for question in task.questions]
+        self.tally = Tally()
 
     def reward(self, rollout: Rollout, numbers: list[int]) -> Float[np.ndarray, "prompts group"]:
         """Rewards of completions, see `grading.grade`.
@@ -84,7 +85,13 @@ class Examination:
         Raises:
             UserError: If a reward is not finite.
         """
-        return grade(self.policy, self.task.reward, [self.task.questions[i] for i in numbers], rollout)
+        return grade(self.policy, self.task, [self.task.questions[i] for i in numbers], rollout, self.tally)
+
+    def outcomes(self, iteration: int) -> list[Record]:
+        """Outcomes of the completions of the last `sampled`, none for a task that does not tell them apart."""
+        return [
+            Record(metric, iteration, float(value), count=count) for metric, value, count in self.tally.rows(self.task)
+        ]
 
     def sampled(self, iteration: int) -> tuple[Record, int]:
         """Mean reward of `eval_samples` completions of every question, and the number of tokens sampled.
@@ -97,6 +104,7 @@ class Examination:
         seeds = [np.random.SeedSequence(root, spawn_key=(self.part, i)) for i in range(len(self.prompts))]
         size = max(1, SAMPLED_AT_ONCE * config["micro_batch"] // samples)
         rewards, tokens = [], 0
+        self.tally = Tally()
         for start in range(0, len(self.prompts), size):
             chosen = list(range(start, min(start + size, len(self.prompts))))
             random = uniforms([seeds[i] for i in chosen], samples, config["max_new_tokens"])
@@ -136,7 +144,7 @@ class Examination:
             progress(iteration, config["iterations"], f"iterations, G*: {done}/{total} questions")
 
         job = PoolJob(
-            own, self.policy, questions, self.prompts[: len(questions)], self.task.reward,
+            own, self.policy, questions, self.prompts[: len(questions)], self.task,
             Checkpoint(folder, own.id, config["save_seconds"]), shown,
         )  # fmt: skip
         rows = [row for row in measure_components(job) if row.get("prompt_id") is None]

@@ -19,13 +19,14 @@ from grpo_repro.engine.sample import Rollout, sample, uniforms
 from grpo_repro.engine.scores import Scorer, unique_completions
 from grpo_repro.errors import UserError
 from grpo_repro.estimators import ESTIMATORS
-from grpo_repro.experiments.grading import grade
+from grpo_repro.experiments.grading import Tally, grade
 from grpo_repro.experiments.mse_eval import MAX_GROUPS, completions, settings
 from grpo_repro.experiments.mse_rows import (
     Measured,
     Row,
     baseline_error_rows,
     component_rows,
+    exact,
     frame,
     mse_rows,
     prompt_value_rows,
@@ -55,10 +56,11 @@ class PoolJob:
     policy: causal_lm.CausalLM
     questions: list[Question]
     prompts: list[list[int]]
-    reward: Any
+    task: Any
     checkpoint: Checkpoint
     progress: Progress
     tokens: int = 0
+    tally: Tally = field(default_factory=Tally)
     config: dict[str, Any] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -80,7 +82,9 @@ class PoolJob:
             config["temperature"],
         )  # fmt: skip
         self.tokens += int(rollout.mask.sum())
-        return rollout, grade(self.policy, self.reward, [self.questions[i] for i in part], rollout)
+        # The pools' outcomes are reported; those of the Monte Carlo replicates say the same again.
+        tally = self.tally if stream == 0 else None
+        return rollout, grade(self.policy, self.task, [self.questions[i] for i in part], rollout, tally)
 
 
 def run(cell: Cell, workdir: Path, progress: Progress) -> tuple[pd.DataFrame, dict[str, Any]]:
@@ -92,8 +96,9 @@ def run(cell: Cell, workdir: Path, progress: Progress) -> tuple[pd.DataFrame, di
         torch.set_num_threads(1)
     prompts = [policy.encode(question.text) for question in task.questions]
     self_check(policy, prompts[0])
-    job = PoolJob(cell, policy, task.questions, prompts, task.reward, Checkpoint(workdir, cell.id), progress)
+    job = PoolJob(cell, policy, task.questions, prompts, task, Checkpoint(workdir, cell.id), progress)
     rows = measure_components(job) if cell.config["method"] == "components" else _monte_carlo(job)
+    rows += [row(metric, exact(value), count) for metric, value, count in job.tally.rows(task)]
     extras = {
         "completions": completions(cell.config),
         "tokens": job.tokens,
@@ -154,8 +159,10 @@ def _pools(job: PoolJob, groups: np.ndarray | None) -> tuple[ustat.Pool, Tensor,
         "columns": torch.zeros(6, count, size, dtype=torch.float64),
         "sums": torch.zeros(0 if groups is None else int(groups.max()) + 1, dim),
         "done": torch.tensor([0, 0]),
+        "outcomes": torch.from_numpy(Tally().counts),
     }
     state = job.checkpoint.restore("pool", blank)
+    job.tally.counts = state["outcomes"].numpy()
     columns, sums = state["columns"], state["sums"]
     job.tokens += int(state["done"][1])
     with Scorer(job.policy, job.config["temperature"], job.config["micro_batch"]) as scorer:

@@ -23,6 +23,7 @@ from grpo_repro.engine.update import Learner, log_probs
 from grpo_repro.errors import NotFinite, UserError
 from grpo_repro.estimators import ESTIMATORS, normalized
 from grpo_repro.experiments.evaluation import Examination, Record
+from grpo_repro.experiments.grading import UNANSWERED, Tally
 from grpo_repro.experiments.language_mse import SAMPLED_AT_ONCE, SMALL_MODEL
 from grpo_repro.experiments.mse_eval import settings
 from grpo_repro.experiments.state import Checkpoint
@@ -34,7 +35,7 @@ from grpo_repro.tasks import load_task
 
 STATE = "run"
 WINDOW = ("reward_mean", "zero_variance_fraction", "gradient_norm", "completion_length")
-"""Training averages, in the order of the window's sums; a run with a reference policy has `kl_divergence` too."""
+"""Training averages that every run has, in the order of the window's sums."""
 
 
 def run(cell: Cell, workdir: Path, progress: Progress) -> tuple[pd.DataFrame, dict[str, Any]]:
@@ -93,7 +94,10 @@ class _Run:
         """Load policy and questions, and take up what an interruption left."""
         config = cell.config
         model, test_config = settings(cell)
-        tasks = [training_task(test_config, config["prompt_pool"]), load_task(test_config)]
+        tasks = [
+            training_task(test_config, config["prompt_pool"]),
+            load_task(replace(test_config, format_reward=0.0)),  # accuracy is that of answers alone
+        ]
         if model.dtype == "auto":
             model = replace(model, dtype="float32")  # small updates are lost in the 8 bits of bfloat16
         policy = causal_lm.load(model, config["device"])
@@ -111,7 +115,7 @@ class _Run:
         learner, reference = Learner(policy, config), None
         if learner.options.penalized:  # before a state is taken up: the reference stays what the files hold
             reference = replace(policy, model=copy.deepcopy(policy.model))
-        window = np.zeros(len(WINDOW) + (reference is not None) + 1)
+        window = np.zeros(len(_window(tasks[0], reference)) + 1)
         made = cls(
             cell, policy, learner, train, test, workdir, progress, checkpoint, facts, reference, window
         )  # fmt: skip
@@ -127,6 +131,7 @@ class _Run:
         chosen = question_numbers(config, len(self.train.prompts), iteration)
         prompts = [self.train.prompts[i] for i in chosen]
         rollout = self._sample(prompts, iteration)
+        self.train.tally = Tally()
         rewards = self.train.reward(rollout, chosen)
         reference = self._reference_log_probs(prompts, rollout)
         ratio = None if reference is None else (rollout.log_probs - reference).double().sum(-1).cpu().numpy()
@@ -134,8 +139,9 @@ class _Run:
         norm = self.learner.step(prompts, rollout, advantages, iteration, reference)
         equal = float((rewards == rewards[:, :1]).all(1).mean())
         length = float(rollout.lengths.double().mean())
+        graded = self.train.tally.unanswered() if hasattr(self.train.task, "grade") else ()
         divergence = [] if ratio is None else [float(ratio.mean())]
-        self.window += [float(rewards.mean()), equal, norm, length, *divergence, 1.0]
+        self.window += [float(rewards.mean()), equal, norm, length, *graded, *divergence, 1.0]
         self.counts += [len(chosen) * group, float(rollout.mask.sum())]
         every = config["log_every"]
         if iteration in config["checkpoints"] or (every is not None and iteration % every == 0):
@@ -172,7 +178,7 @@ class _Run:
 
     def _log(self, iteration: int) -> None:
         count = int(self.window[-1])
-        for name, total in zip((*WINDOW, "kl_divergence"), self.window[:-1], strict=False):
+        for name, total in zip(_window(self.train.task, self.reference), self.window[:-1], strict=True):
             self.records.append(Record(name, iteration, total / count, count=count))
         self.window[:] = 0
 
@@ -180,11 +186,12 @@ class _Run:
         """Measure J on the training questions, accuracy on the test questions and, for some seeds, G*."""
         value, tokens = self.train.sampled(iteration)
         accuracy, more = self.test.sampled(iteration)
+        outcomes = self.test.outcomes(iteration)
         self.value = value.value
         self.counts += [value.count + accuracy.count, tokens + more]
         gap = replace(value, metric="suboptimality_gap", value=1 - value.value, low=1 - value.high, high=1 - value.low)
         greedy = self.test.greedy(iteration)
-        self.records += [value, gap, replace(accuracy, metric="accuracy"), greedy]
+        self.records += [value, gap, replace(accuracy, metric="accuracy"), greedy, *outcomes]
         if self.cell.config["predict"]:
             records, counts = self.train.components(iteration, self.cell, self.workdir, self.progress)
             self.records += records
@@ -210,6 +217,8 @@ class _Run:
         state: dict[str, Tensor] | None = self.checkpoint.load(STATE)
         if state is None or not {"done", "records", "window", "counts"} <= state.keys():
             return
+        if state["window"].shape != self.window.shape:
+            return  # saved by a version that averaged other things
         self.done = int(state.pop("done"))
         self.records = [Record.from_numbers(row) for row in state.pop("records").tolist()]
         self.window, self.counts = (state.pop(name).numpy().copy() for name in ("window", "counts"))
@@ -252,6 +261,12 @@ def _advantages(
     if log_ratio is not None and options.in_reward:
         advantages = advantages - options.in_reward * reward_penalty(log_ratio)
     return advantages
+
+
+def _window(task: Any, reference: Any) -> tuple[str, ...]:
+    """Training averages of a run, in the order of the window's sums; the last sum counts iterations."""
+    graded = UNANSWERED if hasattr(task, "grade") else ()
+    return (*WINDOW, *graded, *(("kl_divergence",) if reference is not None else ()))
 
 
 def training_task(test: TaskConfig, pool: int) -> Any:

@@ -41,9 +41,13 @@ def plan(config: MseEvalConfig) -> list[Cell]:
     Raises:
         UserError: If a method does not fit a policy.
     """
+    from grpo_repro.fingerprint import task_fingerprint
+
+    task, data = task_fingerprint(config.task)
+    config = replace(config, task=task)
     models = [named(config.model)] if config.model else [load_choice("model", name) for name in BUNDLED_MODELS]
     return [
-        _cell(config, model, seed, method)
+        _cell(config, model, seed, method, data)
         for model in models
         for seed in config.seeds
         for method in _methods(config, model)
@@ -71,7 +75,9 @@ def _methods(config: MseEvalConfig, model: ModelConfig) -> list[str]:
     return (["exact"] if tabular and "exact" not in config.methods else []) + list(config.methods)
 
 
-def _cell(config: MseEvalConfig, model: ModelConfig, seed: int, method: str) -> Cell:
+def _cell(config: MseEvalConfig, model: ModelConfig, seed: int, method: str, data: dict[str, str]) -> Cell:
+    from grpo_repro.fingerprint import model_fingerprint, task_settings
+
     shared = ("estimators", "group_sizes", "confidence", "results_dir", "device", "threads")
     language = ("temperature", "max_new_tokens", "sampler", "micro_batch", "gradient_memory_gib")
     keys = [*shared]
@@ -81,13 +87,12 @@ def _cell(config: MseEvalConfig, model: ModelConfig, seed: int, method: str) -> 
         keys += ["replicates"]
     if model.kind != "tabular":
         keys += language
-        from grpo_repro.fingerprint import model_fingerprint
-
         model_state = {"weights": model_fingerprint(model)}
     else:
         model_state = {}
     values = {key: getattr(config, key) for key in keys}
-    values |= {"model": asdict(model), "task": asdict(config.task), "seed": seed, "method": method} | model_state
+    values |= {"model": asdict(model), "task": task_settings(config.task), "seed": seed, "method": method}
+    values |= model_state | data
     return Cell("mse-eval", values, f"{model.name} {method}" + (f" seed {seed}" if len(config.seeds) > 1 else ""))
 
 
@@ -138,8 +143,9 @@ def completions(config: dict[str, Any]) -> int:
 
 
 def settings(cell: Cell) -> tuple[ModelConfig, TaskConfig]:
-    """The model and the task of a cell."""
-    return ModelConfig(**cell.config["model"]), TaskConfig(**cell.config["task"])
+    """The model and the task of a cell, the task's instruction put into the model's template."""
+    model, task = ModelConfig(**cell.config["model"]), TaskConfig(**cell.config["task"])
+    return replace(model, template=model.template.replace("{instruction}", task.instruction or "")), task
 
 
 def summary(rows: pd.DataFrame) -> Any:

@@ -54,10 +54,13 @@ def plan(config: TrainingConfig) -> list[Cell]:
         model, state = replace(model, name=_tabular_name(model)), {}
     else:
         from grpo_repro.experiments.language_train import training_task
-        from grpo_repro.fingerprint import model_fingerprint
+        from grpo_repro.fingerprint import model_fingerprint, task_fingerprint
 
-        training_task(config.task, config.prompt_pool or LANGUAGE_POOL)  # too large a pool is told before anything runs
-        state = {"weights": model_fingerprint(model)}
+        # Too large a pool is told before anything runs.
+        trained_on = training_task(config.task, config.prompt_pool or LANGUAGE_POOL)
+        task, data = task_fingerprint(config.task)
+        config = replace(config, task=task)
+        state = {"weights": model_fingerprint(model)} | {key: f"{trained_on.data_hash}-{x}" for key, x in data.items()}
     return [
         _cell(config, model, {"seed": seed, "budget": budget, "estimator": estimator, "group_size": group} | state)
         for seed in seeds(config)
@@ -74,11 +77,13 @@ def _tabular_name(model: ModelConfig) -> str:
 
 
 def _cell(config: TrainingConfig, model: ModelConfig, own: dict[str, Any]) -> Cell:
+    from grpo_repro.fingerprint import task_settings
+
     kind = optimizer(config)
     values = {key: getattr(config, key) for key in _SHARED if key != "seed"} | own
     values |= {
         "model": asdict(model),
-        "task": asdict(config.task),
+        "task": task_settings(config.task),
         "optimizer": kind,
         "learning_rate": LEARNING_RATE[kind] if config.learning_rate is None else config.learning_rate,
         "clip_norm": clip_norm(config),

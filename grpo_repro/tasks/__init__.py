@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from grpo_repro.errors import UserError
+from grpo_repro.schema import WORDED_TASKS
 
-TASKS = ("arithmetic", "bandit")
+TASKS = ("arithmetic", "bandit", *WORDED_TASKS)
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ def load_task(task_config: Any) -> Any:
 
     Returns:
         An object with `name`, `questions: list[Question]`, `reward(completion, question) -> float` and
-        `data_hash`.
+        `data_hash`; worded tasks (`worded.WordedTask`) also grade batches and tell outcomes apart.
 
     Raises:
         UserError: unknown task, or settings that the task refuses.
@@ -49,4 +50,19 @@ def load_task(task_config: Any) -> Any:
         from grpo_repro.tasks import bandit
 
         return bandit.load(task_config)
+    if task_config.name in WORDED_TASKS:
+        from grpo_repro.tasks import worded
+
+        return worded.load(task_config, worded_kind(task_config.name))
     raise UserError(f"unknown task {task_config.name!r}; choose one of: {', '.join(TASKS)}")
+
+
+def worded_kind(name: str) -> Any:
+    """The `worded.Kind` of one of the worded tasks: its columns and its rules of grading."""
+    if name == "gsm8k":
+        from grpo_repro.tasks import gsm8k
+
+        return gsm8k.KIND
+    from grpo_repro.tasks import mathematics
+
+    return mathematics.KIND

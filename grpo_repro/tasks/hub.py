@@ -1,0 +1,80 @@
+"""Records of a data set on the Hugging Face hub, at a pinned revision."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from typing import Any
+
+from grpo_repro.errors import UserError
+from grpo_repro.tasks.records import Record
+
+
+def read(task_config: Any) -> dict[str, list[Record]]:
+    """Download (or take from the cache) both splits of `task.hub` at `task.revision`.
+
+    Args:
+        task_config: A `TaskConfig` without a path.
+
+    Returns:
+        Records of `train` and `test`.
+
+    Raises:
+        UserError: If the `datasets` package or the network is missing; the message names the other way, `task.path`.
+    """
+    name = task_config.name
+    other = f"or give the files: task.path=DIR with train and test of {name} (JSON lines, JSON or parquet)"
+    if not task_config.hub:
+        raise UserError(f"task={name} has neither task.hub nor task.path; name a data set of the hub, {other}")
+    try:
+        import datasets
+    except ImportError as error:
+        raise UserError(
+            f"task.path is not set, and reading {task_config.hub} from the hub needs the package datasets; "
+            f"pip install 'grpo-repro[data]', {other}"
+        ) from error
+    datasets.disable_progress_bars()
+    try:
+        if not _reachable():
+            _take_the_cache()
+        found = datasets.load_dataset(task_config.hub, task_config.subset, revision=task_config.revision)
+        splits = {split: found[split].to_list() for split in ("train", "test")}
+    except Exception as error:  # datasets, huggingface_hub, httpx and pyarrow each have their own
+        reason = (str(error).strip().splitlines() or ["no message"])[0]
+        raise UserError(
+            f"task.path is not set, and {task_config.hub} could not be read from the hub ({type(error).__name__}: "
+            f"{reason[:160]}); connect to the network, {other}"
+        ) from error
+    place = f"{task_config.hub}@{str(task_config.revision)[:8]} {{}}:{{}}"
+    return {
+        split: [Record(place.format(split, i), f"{split}:{i}", row) for i, row in enumerate(rows, 1)]
+        for split, rows in splits.items()
+    }
+
+
+def _reachable() -> bool:
+    """Whether the hub's name is known, within three seconds; True where a proxy or mirror makes that hard to tell."""
+    if any(name.lower() in ("https_proxy", "all_proxy", "hf_endpoint") for name in os.environ):
+        return True
+    found: list[bool] = []
+
+    def look() -> None:
+        try:
+            socket.getaddrinfo("huggingface.co", 443)
+            found.append(True)
+        except OSError:
+            return
+
+    # A name server that does not answer ignores every time limit: a thread that is left behind does not hold us up.
+    thread = threading.Thread(target=look, daemon=True)
+    thread.start()
+    thread.join(3.0)
+    return bool(found)
+
+
+def _take_the_cache() -> None:
+    """Tell the hub's client that there is no network: it would try five times, and print each."""
+    import huggingface_hub
+
+    huggingface_hub.constants.HF_HUB_OFFLINE = True
