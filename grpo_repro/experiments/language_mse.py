@@ -12,10 +12,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from grpo_repro import stats, ustat
+from grpo_repro import sampler_options, stats, ustat
 from grpo_repro.cells import Cell, Estimate, Progress, cell_rng
+from grpo_repro.engine import samplers
+from grpo_repro.engine.agreement import Agreement, compare
 from grpo_repro.engine.check import self_check
-from grpo_repro.engine.sample import Rollout, sample, uniforms
+from grpo_repro.engine.sample import Rollout
 from grpo_repro.engine.scores import Scorer, unique_completions
 from grpo_repro.errors import UserError
 from grpo_repro.estimators import ESTIMATORS
@@ -26,6 +28,7 @@ from grpo_repro.experiments.mse_rows import (
     Row,
     baseline_error_rows,
     component_rows,
+    exact,
     frame,
     mse_rows,
     prompt_value_rows,
@@ -58,7 +61,9 @@ class PoolJob:
     reward: Any
     checkpoint: Checkpoint
     progress: Progress
+    sampler: samplers.Sampler
     tokens: int = 0
+    agreement: Agreement = field(default_factory=Agreement)
     config: dict[str, Any] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -75,10 +80,13 @@ class PoolJob:
         config = self.config
         root = cell_rng(config["seed"], self.cell.id, stream)
         seeds = [np.random.SeedSequence(root.entropy, spawn_key=(i,)) for i in part]
-        rollout = sample(
-            self.policy, [self.prompts[i] for i in part], uniforms(seeds, per_prompt, config["max_new_tokens"]),
-            config["temperature"],
-        )  # fmt: skip
+        prompts = [self.prompts[i] for i in part]
+        rollout = self.sampler.sample(prompts, seeds, per_prompt, config["max_new_tokens"], config["temperature"])
+        self.sampler.rest()
+        if self.sampler.foreign:
+            rollout = compare(
+                self.policy, prompts, rollout, config["temperature"], config["micro_batch"], self.agreement
+            )
         self.tokens += int(rollout.mask.sum())
         return rollout, grade(self.policy, self.reward, [self.questions[i] for i in part], rollout)
 
@@ -92,8 +100,10 @@ def run(cell: Cell, workdir: Path, progress: Progress) -> tuple[pd.DataFrame, di
         torch.set_num_threads(1)
     prompts = [policy.encode(question.text) for question in task.questions]
     self_check(policy, prompts[0])
-    job = PoolJob(cell, policy, task.questions, prompts, task.reward, Checkpoint(workdir, cell.id), progress)
+    sampler = samplers.make(policy, model, cell.config, prompts)
+    job = PoolJob(cell, policy, task.questions, prompts, task.reward, Checkpoint(workdir, cell.id), progress, sampler)
     rows = measure_components(job) if cell.config["method"] == "components" else _monte_carlo(job)
+    rows += agreement_rows(job.agreement)
     extras = {
         "completions": completions(cell.config),
         "tokens": job.tokens,
@@ -102,7 +112,7 @@ def run(cell: Cell, workdir: Path, progress: Progress) -> tuple[pd.DataFrame, di
         "model_revision": model.revision,
         "weights_hash": causal_lm.weights_hash(policy.model),
         "score_parameters": f"all ({policy.num_parameters})",
-    }
+    } | sampler.facts
     return frame(cell, rows), extras
 
 
@@ -113,7 +123,7 @@ def estimate(cell: Cell) -> Estimate:
     sample, 2d T to score forward, 2d (T + P) to go back and 2d T for its gradient, and each weighted sum 2d more. Short
     answers repeat: of n completions of at most 16 tokens n^0.7 are taken as distinct. The rate is 3e10 flops a second
     for each CPU thread and 1e14 for a GPU, plus 0.03 s for each group. Memory is weights, the groups' gradients,
-    activations of one micro-batch and the cache of a sampled batch.
+    activations of one micro-batch and the cache of a sampled batch; `sampler_options.cost` is added.
     """
     config = cell.config
     model, task_config = settings(cell)
@@ -138,7 +148,8 @@ def estimate(cell: Cell) -> Estimate:
     cache = 8 * SAMPLED_AT_ONCE * config["micro_batch"] * length * shape.width * shape.layers
     memory = 4 * shape.parameters * (1 + kept) + activations + cache + 500_000_000
     count = completions(config)
-    return Estimate(count, count * length, seconds, int(memory))
+    start, extra = sampler_options.cost(config, causal_lm.device_of(config["device"]).startswith("cuda"))
+    return Estimate(count, count * length, seconds + start, int(memory) + extra)
 
 
 def _pools(job: PoolJob, groups: np.ndarray | None) -> tuple[ustat.Pool, Tensor, np.ndarray]:
@@ -194,6 +205,14 @@ def measure_components(job: PoolJob) -> list[Row]:
     rows = component_rows(job.config, measured)
     rows.append(row("completion_length", stats.mean_interval(lengths.mean(1), level), lengths.shape[1]))
     return rows + prompt_value_rows([q.id for q in job.questions], pool.rewards, level)
+
+
+def agreement_rows(agreement: Agreement) -> list[Row]:
+    """How far the sampler's log-probabilities were from the trainer's; no rows where they are the same engine's."""
+    if not agreement.tokens:
+        return []
+    found = {"sampler_log_prob_difference": agreement.mean, "sampler_log_prob_difference_max": agreement.largest}
+    return [row(name, exact(value), agreement.tokens) for name, value in found.items()]
 
 
 def _jackknife_groups(config: dict[str, Any], count: int, parameters: int) -> int:
