@@ -6,10 +6,13 @@ settings takes it over and pushes its own weights.
 
 from __future__ import annotations
 
+import atexit
+import multiprocessing
 import os
-import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
@@ -21,6 +24,7 @@ from torch import Tensor
 
 from grpo_repro.errors import RunError, UserError
 
+SECONDS_BETWEEN_LOOKS = 1.0
 MEMORY_FOLDER = Path("/dev/shm")
 WORKER = "grpo_repro.engine.vllm_worker.PushedWeights"
 CPU_BLOCK = 32
@@ -105,11 +109,15 @@ class Engine:
         if self.cpu:
             os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # of the engine's processes; see `environment`
             _check_heads(settings)
-        self.folder = Path(tempfile.mkdtemp(prefix="grpo-vllm-", dir=_roomy()))
+        self._folder = tempfile.TemporaryDirectory(prefix="grpo-vllm-", dir=_roomy(), ignore_cleanup_errors=True)
+        self.folder = Path(self._folder.name)
         try:
+            before = multiprocessing.active_children()
             self.llm = LLM(**_arguments(settings, self.cpu))
+            self.processes = [child for child in multiprocessing.active_children() if child not in before]
+            self.llm.collective_rpc("watch_owner", args=(os.getpid(),))
         except Exception as error:  # ValueError, RuntimeError of a child process, pydantic's, CUDA's, ...
-            shutil.rmtree(self.folder, ignore_errors=True)
+            self._folder.cleanup()
             first = (str(error).strip().splitlines() or ["no message"])[0]
             raise RunError(
                 f"vLLM did not start with {settings.path} ({type(error).__name__}: {first}); its own messages are "
@@ -162,7 +170,7 @@ class Engine:
     def _call(self, function: Any, *args: Any, **kwargs: Any) -> Any:
         """Call vLLM; if it fails, this engine is over."""
         try:
-            return function(*args, **kwargs)
+            return self._watched(lambda: function(*args, **kwargs))
         except Exception as error:  # EngineDeadError, or what a worker raised
             stop()
             first = (str(error).strip().splitlines() or ["no message"])[0]
@@ -172,11 +180,32 @@ class Engine:
                 "micro_batch"
             ) from error
 
+    def _watched(self, call: Callable[[], Any]) -> Any:
+        """Call in a thread of its own: vLLM's client waits for good for an engine that is killed during the call."""
+        done: Future[Any] = Future()
+
+        def work() -> None:
+            try:
+                done.set_result(call())
+            except BaseException as error:
+                done.set_exception(error)
+
+        threading.Thread(target=work, daemon=True, name="vllm-call").start()
+        while True:
+            try:
+                return done.result(SECONDS_BETWEEN_LOOKS)
+            except TimeoutError:
+                if done.done():
+                    return done.result()
+                dead = [process for process in self.processes if not process.is_alive()]
+                if dead:
+                    raise ChildProcessError(f"its process ended with status {dead[0].exitcode}") from None
+
     def close(self) -> None:
         """End its processes."""
         with suppress(Exception):  # a dead one cannot be ended again
             self.llm.llm_engine.engine_core.shutdown()
-        shutil.rmtree(self.folder, ignore_errors=True)
+        self._folder.cleanup()
 
 
 _running: list[Engine] = []
@@ -189,6 +218,9 @@ def running(settings: Settings) -> Engine:
         return _running[0]
     stop()
     _running.append(Engine(settings))
+    # Python waits at its end for processes that it started, and the engine for a word from this one.
+    atexit.unregister(stop)
+    atexit.register(stop)
     return _running[0]
 
 

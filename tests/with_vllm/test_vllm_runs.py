@@ -121,15 +121,15 @@ def test_an_engine_that_is_killed_is_one_message_and_the_cell_goes_on(untied_mod
     with subprocess.Popen(
         command, cwd=tmp_path, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
+        late = time.monotonic() + 120
         while not list(tmp_path.glob("results/train/.work/*/run.safetensors")):
-            assert process.poll() is None, process.stderr.read()
+            assert process.poll() is None and time.monotonic() < late
             time.sleep(0.2)
         os.kill(engine_of(process), signal.SIGKILL)
         out, err = process.communicate(timeout=120)
     assert process.returncode == 1, err
     assert "the vLLM engine has died" in err and "goes on from the last saved state" in err
-    assert json.loads(out)["status"] == 1
-    assert not list(Path("/dev/shm").glob("grpo-vllm-*")) or True
+    assert "the vLLM engine has died" in json.dumps(json.loads(out))
     work = next(iter(tmp_path.glob("results/train/.work/*/metrics.parquet")))
     assert pd.read_parquet(work)["iteration"].max() >= 0
     again = subprocess.run(
