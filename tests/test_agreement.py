@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from random_model import save_random_model
+from random_model import Interruption, save_random_model
 from small_models import completions, make, padded, seeds
 
 from grpo_repro.config import ModelConfig, TaskConfig
@@ -23,6 +23,7 @@ from grpo_repro.engine.update import accumulate_gradient, log_probs
 from grpo_repro.engine.vllm_sampler import VllmSampler
 from grpo_repro.errors import NotFinite, UserError
 from grpo_repro.experiments import mse_eval, training
+from grpo_repro.experiments.state import Checkpoint
 from grpo_repro.schema import GroupSizeConfig, MseEvalConfig
 
 PROMPT = [3, 4, 5]
@@ -161,6 +162,21 @@ def test_mse_eval_reports_the_agreement_of_its_pools(model_dir, tmp_path, foreig
     found = rows.set_index("metric").loc[["sampler_log_prob_difference", "sampler_log_prob_difference_max"]]
     np.testing.assert_allclose(found["value"], 0.004, atol=1e-5)
     assert (found["count"] == extras["tokens"]).all()
+
+
+def test_an_interrupted_pool_forgets_no_comparison(model_dir, tmp_path, foreign, monkeypatch):
+    """Cut off in the pools, then in the replicates: the agreement is still that of all tokens."""
+    monkeypatch.setattr(Checkpoint, "save_sometimes", Checkpoint.save)
+    config = MseEvalConfig(
+        **(base(model_dir) | {"micro_batch": 1}), estimators=["grpo"], group_sizes=[2, 4], methods=["monte_carlo"],
+        completions_per_prompt=8, replicates=3,
+    )  # fmt: skip
+    cell = mse_eval.plan(config)[0]
+    for at in (7, 15, 10):
+        with pytest.raises(KeyboardInterrupt):
+            mse_eval.run(cell, tmp_path, Interruption(at))
+    rows, extras = mse_eval.run(cell, tmp_path, quiet)
+    assert int(rows.set_index("metric").loc["sampler_log_prob_difference", "count"]) == extras["tokens"]
 
 
 # The engine's order of calls, without an engine.

@@ -69,6 +69,15 @@ class PoolJob:
     def __post_init__(self) -> None:
         self.config = self.cell.config
 
+    def kept(self) -> dict[str, Tensor]:
+        """What a saved state holds beside its own: the agreement so far, where there is another engine."""
+        return {"agreement": self.agreement.numbers()} if self.sampler.foreign else {}
+
+    def take(self, state: dict[str, Tensor]) -> None:
+        """Take `kept` back from a state, unless a later one was taken already."""
+        if "agreement" in state and int(state["agreement"][1]) > self.agreement.tokens:
+            self.agreement = Agreement.from_numbers(state["agreement"])
+
     def batches(self, start: int, per_prompt: int) -> list[range]:
         """Ranges of questions that are sampled together, from `start` on, always cut at the same places."""
         size = max(1, SAMPLED_AT_ONCE * self.config["micro_batch"] // per_prompt)
@@ -165,8 +174,9 @@ def _pools(job: PoolJob, groups: np.ndarray | None) -> tuple[ustat.Pool, Tensor,
         "columns": torch.zeros(6, count, size, dtype=torch.float64),
         "sums": torch.zeros(0 if groups is None else int(groups.max()) + 1, dim),
         "done": torch.tensor([0, 0]),
-    }
+    } | job.kept()
     state = job.checkpoint.restore("pool", blank)
+    job.take(state)
     columns, sums = state["columns"], state["sums"]
     job.tokens += int(state["done"][1])
     with Scorer(job.policy, job.config["temperature"], job.config["micro_batch"]) as scorer:
@@ -188,7 +198,7 @@ def _pools(job: PoolJob, groups: np.ndarray | None) -> tuple[ustat.Pool, Tensor,
                 columns[2:, i] = torch.from_numpy(np.concatenate([norms[None], cross]))
                 estimate = (found.sums[1] - z.mean() * found.sums[0]) / (size - 1)
                 sums[int(groups[i])] += estimate.cpu()
-            state["done"] = torch.tensor([part.stop, job.tokens])
+            state |= {"done": torch.tensor([part.stop, job.tokens])} | job.kept()
             job.checkpoint.save_sometimes("pool", state)
     job.checkpoint.save("pool", state)
     z, lengths, *rest = columns.numpy()
@@ -258,8 +268,9 @@ def _replicates(
     blank = {
         "sums": torch.zeros(len(names) * replicates, job.policy.num_parameters),
         "done": torch.tensor([0, job.tokens]),
-    }
+    } | job.kept()
     state = job.checkpoint.restore(key, blank)
+    job.take(state)
     sums = state["sums"].to(job.policy.device)
     job.tokens = max(job.tokens, int(state["done"][1]))
     steps = len(config["group_sizes"]) * count
@@ -276,7 +287,7 @@ def _replicates(
                 np.add.at(weights, (np.arange(len(weights))[:, None], owner), advantages / (group * count))
                 scorer.add_sums(job.prompts[i], tokens, mask, weights, sums)
                 job.progress(number * count + i + 1, steps, f"questions, G = {group}")
-            state = {"sums": sums.cpu(), "done": torch.tensor([part.stop, job.tokens])}
+            state = {"sums": sums.cpu(), "done": torch.tensor([part.stop, job.tokens])} | job.kept()
             job.checkpoint.save_sometimes(key, state)
     job.checkpoint.save(key, state)
     return sums.cpu().numpy().reshape(len(names), replicates, -1)

@@ -219,22 +219,26 @@ class _Run:
         """Save the state and the rows so far, if the last time is long enough ago."""
         if not self.checkpoint.due():
             return
-        state = self.learner.state() | {
-            "done": torch.tensor([self.done]),
-            "records": torch.from_numpy(np.array([r.numbers() for r in self.records]).reshape(-1, Record.WIDTH)),
-            "window": torch.from_numpy(self.window),
-            "counts": torch.from_numpy(self.counts),
-            "agreement": self.agreement.numbers(),
-        }
+        state = (
+            self.learner.state()
+            | {
+                "done": torch.tensor([self.done]),
+                "records": torch.from_numpy(np.array([r.numbers() for r in self.records]).reshape(-1, Record.WIDTH)),
+                "window": torch.from_numpy(self.window),
+                "counts": torch.from_numpy(self.counts),
+            }
+            | ({"agreement": self.agreement.numbers()} if self.sampler.foreign else {})
+        )
         if self.records:
             write_table(to_table(self.cell, self.frame()), self.workdir / "metrics.parquet")
         self.checkpoint.save(STATE, state)
 
     def _restore(self) -> None:
         state: dict[str, Tensor] | None = self.checkpoint.load(STATE)
-        if state is None or not {"done", "records", "window", "counts", "agreement"} <= state.keys():
+        if state is None or not {"done", "records", "window", "counts"} <= state.keys():
             return
-        self.agreement = Agreement.from_numbers(state.pop("agreement"))
+        if "agreement" in state:
+            self.agreement = Agreement.from_numbers(state.pop("agreement"))
         self.done = int(state.pop("done"))
         self.records = [Record.from_numbers(row) for row in state.pop("records").tolist()]
         self.window, self.counts = (state.pop(name).numpy().copy() for name in ("window", "counts"))
