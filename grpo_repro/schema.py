@@ -115,8 +115,7 @@ class MseEvalConfig:
         temperature: Of the sampling distribution, applied to its log-probabilities too.
         max_new_tokens: Longest completion, in tokens.
         device: `auto`, `cpu`, `cuda` or `cuda:N`.
-        sampler: `torch` (this engine) or `vllm`, which takes the keys of `vllm`.
-        vllm: How vLLM runs.
+        sampler, vllm: Where completions come from, `torch` (this engine) or `vllm`, and how that one runs.
         micro_batch: Completions per forward pass; changes speed and memory only.
         gradient_memory_gib: Memory that per-sample gradients may take.
         results_dir: Folder of the results.
@@ -190,8 +189,7 @@ class TrainingConfig:
         temperature: Of the sampling distribution, in training and in evaluations.
         max_new_tokens: Longest completion, in tokens.
         device: `auto`, `cpu`, `cuda` or `cuda:N`.
-        sampler: `torch` (this engine) or `vllm`, which takes the keys of `vllm`.
-        vllm: How vLLM runs.
+        sampler, vllm: Where completions come from, `torch` (this engine) or `vllm`, and how that one runs.
         micro_batch: Completions per forward pass; changes speed and memory only.
         gradient_memory_gib: Memory that the gradients behind the interval of G* may take.
         results_dir: Folder of the results.

@@ -67,12 +67,16 @@ def estimate(cell: Cell) -> Estimate:
         work += checks * pooled * pool**0.7 * (4 * length + prompt)
         seconds += 0.03 * checks * pooled
         completions += checks * pooled * pool
-    small = config["threads"] is None and shape.parameters < SMALL_MODEL
-    threads = 1 if small else config["threads"] or torch.get_num_threads()
     on_gpu = causal_lm.device_of(config["device"]).startswith("cuda")
     start, extra = sampler_options.cost(config, on_gpu)
-    seconds += start + 2.0 * shape.parameters * work / (1e14 if on_gpu else 3e10 * threads)
+    seconds += start + 2.0 * shape.parameters * work / (1e14 if on_gpu else 3e10 * _threads(config, shape))
     return Estimate(completions, completions * length, seconds, _memory(config, shape, prompt) + extra)
+
+
+def _threads(config: dict[str, Any], shape: causal_lm.Shape) -> int:
+    """Threads of torch that a run takes on a CPU."""
+    small = config["threads"] is None and shape.parameters < SMALL_MODEL
+    return 1 if small else config["threads"] or torch.get_num_threads()
 
 
 def _memory(config: dict[str, Any], shape: causal_lm.Shape, prompt: int) -> int:

@@ -73,10 +73,12 @@ class PoolJob:
         """What a saved state holds beside its own: the agreement so far, where there is another engine."""
         return {"agreement": self.agreement.numbers()} if self.sampler.foreign else {}
 
-    def take(self, state: dict[str, Tensor]) -> None:
-        """Take `kept` back from a state, unless a later one was taken already."""
+    def restore(self, name: str, blank: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return a saved state, see `Checkpoint.restore`, and take `kept` back unless a later one was taken already."""
+        state = self.checkpoint.restore(name, blank | self.kept())
         if "agreement" in state and int(state["agreement"][1]) > self.agreement.tokens:
             self.agreement = Agreement.from_numbers(state["agreement"])
+        return state
 
     def batches(self, start: int, per_prompt: int) -> list[range]:
         """Ranges of questions that are sampled together, from `start` on, always cut at the same places."""
@@ -174,9 +176,8 @@ def _pools(job: PoolJob, groups: np.ndarray | None) -> tuple[ustat.Pool, Tensor,
         "columns": torch.zeros(6, count, size, dtype=torch.float64),
         "sums": torch.zeros(0 if groups is None else int(groups.max()) + 1, dim),
         "done": torch.tensor([0, 0]),
-    } | job.kept()
-    state = job.checkpoint.restore("pool", blank)
-    job.take(state)
+    }
+    state = job.restore("pool", blank)
     columns, sums = state["columns"], state["sums"]
     job.tokens += int(state["done"][1])
     with Scorer(job.policy, job.config["temperature"], job.config["micro_batch"]) as scorer:
@@ -268,9 +269,8 @@ def _replicates(
     blank = {
         "sums": torch.zeros(len(names) * replicates, job.policy.num_parameters),
         "done": torch.tensor([0, job.tokens]),
-    } | job.kept()
-    state = job.checkpoint.restore(key, blank)
-    job.take(state)
+    }
+    state = job.restore(key, blank)
     sums = state["sums"].to(job.policy.device)
     job.tokens = max(job.tokens, int(state["done"][1]))
     steps = len(config["group_sizes"]) * count
