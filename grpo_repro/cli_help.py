@@ -8,7 +8,7 @@ from typing import Any
 
 from typer.core import TyperCommand
 
-from grpo_repro.config import SCHEMAS, choices
+from grpo_repro.config import NESTED, SCHEMAS, choices
 from grpo_repro.theory.catalog import CHECKS
 
 GROUPS = ("model", "task")
@@ -22,6 +22,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "train": (
         "grpo train 'group_sizes=[16]' budget=256 iterations=200",
         "grpo train model=hf model.path=DIR learning_rate=1e-5 schedule=cosine warmup=10 device=cuda",
+        "grpo train model=hf model.path=DIR sampler=vllm vllm.dtype=bfloat16 importance_cap=2",
     ),
     "group-size": (
         "grpo sweep group-size --dry-run",
@@ -64,16 +65,19 @@ class ExperimentCommand(TyperCommand):
                 formatter.write(f"  {example}\n")
 
 
-def _defaults(schema: type) -> list[tuple[str, str]]:
+def _defaults(schema: type, prefix: str = "") -> list[tuple[str, str]]:
     """Return each plain key of a schema with its default, both as they are typed."""
     rows = []
     for item in fields(schema):
         if item.name in GROUPS or item.name == "dry_run":
             continue
+        if item.name in NESTED:
+            rows += _defaults(NESTED[item.name], f"{item.name}.")
+            continue
         default: Any = item.default if item.default_factory is MISSING else item.default_factory()
         if isinstance(default, list):
             default = "[" + ",".join(str(value) for value in default) + "]"
-        rows.append((item.name, "null" if default is None else str(default)))
+        rows.append((prefix + item.name, "null" if default is None else str(default)))
     return rows
 
 

@@ -10,6 +10,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from grpo_repro.sampler_schema import VllmConfig
 from grpo_repro.schema import (
     WORDED_TASKS,
     WORDED_TEMPLATE,
@@ -49,8 +50,8 @@ SCHEMAS: dict[str, type] = {
 }
 """Schema of each experiment."""
 
-NESTED: dict[str, type] = {"model": ModelConfig, "task": TaskConfig}
-"""Config groups of the experiments that have a policy, and their schemas."""
+NESTED: dict[str, type] = {"model": ModelConfig, "task": TaskConfig, "vllm": VllmConfig}
+"""Groups of keys of the experiments that have a policy, and their schemas; `conf/` has choices of the first two."""
 
 
 def conf_dir() -> Path:

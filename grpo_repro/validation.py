@@ -11,13 +11,13 @@ from dataclasses import MISSING, fields
 from typing import Any
 
 from grpo_repro.errors import UserError
+from grpo_repro.sampler_schema import VllmConfig
 from grpo_repro.schema import (
     DTYPES,
     ESTIMATORS,
     LARGEST,
     METHODS,
     MODEL_KINDS,
-    SAMPLERS,
     WORDED_TASKS,
     ModelConfig,
     MseEvalConfig,
@@ -84,7 +84,6 @@ def _theory(config: TheoryConfig) -> None:
 def _with_policy(config: MseEvalConfig | TrainingConfig) -> None:
     """Check what every experiment has that runs a policy."""
     check_names("estimators", config.estimators, ESTIMATORS)
-    check_name("sampler", config.sampler, SAMPLERS)
     _group_sizes(config)
     between("completions_per_prompt", config.completions_per_prompt, 4, "its variances need four")
     between("replicates", config.replicates, 3, "an interval needs three")
@@ -107,6 +106,9 @@ def _with_policy(config: MseEvalConfig | TrainingConfig) -> None:
     if config.model is not None:
         _model(config.model)
         _fit(config.model, config.task)
+    from grpo_repro.sampler_options import validate_sampler
+
+    validate_sampler(config)
     if isinstance(config, MseEvalConfig):
         _mse_eval(config)
     else:
@@ -133,7 +135,7 @@ def _finite(config: Any, prefix: str = "") -> None:
         nested = [x for x in value if isinstance(x, list | dict)] if isinstance(value, list) else []
         if nested:  # which OmegaConf lets through
             raise UserError(f"{item.name}={show(value)} holds {nested[0]!r}; give a flat list: {item.name}=[A,B]")
-        if isinstance(value, ModelConfig | TaskConfig):
+        if isinstance(value, ModelConfig | TaskConfig | VllmConfig):
             _finite(value, f"{prefix}{item.name}.")
         elif isinstance(value, float) and not math.isfinite(value):
             raise UserError(f"{prefix}{item.name}={value} is not a finite number; give one")
@@ -231,7 +233,7 @@ def validate_task(task: TaskConfig, least: int = 3) -> None:
         between("task.num_questions", task.num_questions, least, why or ("0 takes all" if worded else ""))
     check_name("task.split", task.split, ("train", "test", "all") if worded else ("train", "test"))
     between("task.seed", task.seed, 0)
-    _unused(task, "task", TASK_KEYS.get(task.name), f"task={task.name}")
+    unused(task, "task", TASK_KEYS.get(task.name), f"task={task.name}")
     if task.name == "arithmetic":
         between("task.operand_max", task.operand_max, task.operand_min, "task.operand_min is that")
         between("task.factor_max", task.factor_max, task.factor_min, "task.factor_min is that")
@@ -243,7 +245,7 @@ def validate_task(task: TaskConfig, least: int = 3) -> None:
             )
 
 
-def _unused(config: Any, group: str, used: Sequence[str] | None, owner: str) -> None:
+def unused(config: Any, group: str, used: Sequence[str] | None, owner: str) -> None:
     """Refuse keys that would change the cell's id and nothing else."""
     for item in fields(config):
         default = item.default if item.default_factory is MISSING else item.default_factory()
@@ -258,7 +260,7 @@ def _model(model: ModelConfig) -> None:
     check_name("model.dtype", model.dtype, DTYPES)
     if not model.name:
         raise UserError("keys of model are set but no model is named; name one, for example model=hf model.path=DIR")
-    _unused(model, "model", MODEL_KEYS[model.kind], f"the {model.kind} model {model.name!r}")
+    unused(model, "model", MODEL_KEYS[model.kind], f"the {model.kind} model {model.name!r}")
     if model.kind == "tabular":
         if not model.family:
             raise UserError("model.family is empty; a tabular policy needs one, see conf/model/tabular.yaml")

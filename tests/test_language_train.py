@@ -21,8 +21,8 @@ from grpo_repro.engine.sample import greedy, sample
 from grpo_repro.errors import UserError
 from grpo_repro.experiments import language_train, training
 from grpo_repro.experiments.evaluation import Examination, Record
-from grpo_repro.experiments.language_train import question_numbers
 from grpo_repro.experiments.state import Checkpoint
+from grpo_repro.experiments.training_questions import question_numbers
 from grpo_repro.policies import causal_lm
 from grpo_repro.schema import GroupSizeConfig
 from grpo_repro.tasks import load_task

@@ -23,6 +23,7 @@ from grpo_repro import results, ustat
 from grpo_repro.bundled import path as bundled_path
 from grpo_repro.cells import Cell
 from grpo_repro.config import BUNDLED_MODELS, ModelConfig, MseEvalConfig, TaskConfig, load_choice
+from grpo_repro.engine import samplers
 from grpo_repro.engine.scores import Scorer
 from grpo_repro.errors import UserError
 from grpo_repro.experiments import language_mse, mse_eval
@@ -279,8 +280,8 @@ def test_components_of_a_language_model_equal_enumeration(model_dir, language_ro
 def test_pool_of_a_language_model_equals_that_of_its_score_vectors(model_dir, tmp_path, monkeypatch):
     """Every number of the pool and of the groups' gradients, from the vectors of the very same completions."""
     rollouts, seen = [], []
-    draw, use = language_mse.sample, language_mse.component_rows
-    monkeypatch.setattr(language_mse, "sample", lambda *args: rollouts.append(draw(*args)) or rollouts[-1])
+    draw, use = samplers.sample, language_mse.component_rows
+    monkeypatch.setattr(samplers, "sample", lambda *args: rollouts.append(draw(*args)) or rollouts[-1])
     monkeypatch.setattr(language_mse, "component_rows", lambda _, found: seen.append(found) or use(_, found))
     config = language_config(model_dir, completions_per_prompt=16, micro_batch=3)
     measured(cell_of(config, "components"), tmp_path)

@@ -12,7 +12,8 @@ from jaxtyping import Float
 
 from grpo_repro import stats
 from grpo_repro.cells import Cell, Progress, cell_rng
-from grpo_repro.engine.sample import Rollout, greedy, sample, uniforms
+from grpo_repro.engine.sample import Rollout
+from grpo_repro.engine.samplers import Sampler, TorchSampler
 from grpo_repro.experiments.grading import OUTCOME_METRICS, UNANSWERED, Tally, grade
 from grpo_repro.experiments.language_mse import SAMPLED_AT_ONCE, PoolJob, measure_components
 from grpo_repro.experiments.state import Checkpoint
@@ -24,7 +25,7 @@ PREDICTION_QUESTIONS = 200
 METRICS = (
     "value", "suboptimality_gap", "accuracy", "greedy_accuracy", "reward_mean", "zero_variance_fraction",
     "gradient_norm", "completion_length", "c1", "c2", "c3", "optimal_group_size", *OUTCOME_METRICS,
-    *UNANSWERED, "kl_divergence",
+    *UNANSWERED, "kl_divergence", "sampler_log_prob_difference", "sampler_log_prob_difference_max",
 )  # fmt: skip
 """Metrics of a training run; their order numbers them in saved states."""
 
@@ -68,10 +69,14 @@ class Examination:
         task: The questions and their reward.
         part: 0 for the training questions, 1 for the test; it separates their random numbers.
         config: The cell's configuration.
+
+    Attributes:
+        sampler: Where its completions come from: this engine, unless a run sets another.
     """
 
     def __init__(self, policy: CausalLM, task: Any, part: int, config: dict[str, Any]) -> None:
         self.policy, self.task, self.part, self.config = policy, task, part, config
+        self.sampler: Sampler = TorchSampler(policy)
         self.prompts = [policy.encode(question.text) for question in task.questions]
         self.tally = Tally()
 
@@ -107,8 +112,10 @@ class Examination:
         self.tally = Tally()
         for start in range(0, len(self.prompts), size):
             chosen = list(range(start, min(start + size, len(self.prompts))))
-            random = uniforms([seeds[i] for i in chosen], samples, config["max_new_tokens"])
-            rollout = sample(self.policy, [self.prompts[i] for i in chosen], random, config["temperature"])
+            rollout = self.sampler.sample(
+                [self.prompts[i] for i in chosen], [seeds[i] for i in chosen], samples, config["max_new_tokens"],
+                config["temperature"],
+            )  # fmt: skip
             rewards.append(self.reward(rollout, chosen))
             tokens += int(rollout.mask.sum())
         found = np.concatenate(rewards)
@@ -121,7 +128,7 @@ class Examination:
         rewards = []
         for start in range(0, len(self.prompts), size):
             chosen = list(range(start, min(start + size, len(self.prompts))))
-            rollout = greedy(self.policy, [self.prompts[i] for i in chosen], self.config["max_new_tokens"])
+            rollout = self.sampler.greedy([self.prompts[i] for i in chosen], self.config["max_new_tokens"])
             rewards.append(self.reward(rollout, chosen))
         found = np.concatenate(rewards)
         return Record("greedy_accuracy", iteration, float(found.mean()), count=found.size)
@@ -145,7 +152,7 @@ class Examination:
 
         job = PoolJob(
             own, self.policy, questions, self.prompts[: len(questions)], self.task,
-            Checkpoint(folder, own.id, config["save_seconds"]), shown,
+            Checkpoint(folder, own.id, config["save_seconds"]), shown, self.sampler,
         )  # fmt: skip
         rows = [row for row in measure_components(job) if row.get("prompt_id") is None]
         shutil.rmtree(folder, ignore_errors=True)

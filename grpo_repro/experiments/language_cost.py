@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from grpo_repro import sampler_options
 from grpo_repro.algorithm2 import Options
 from grpo_repro.cells import Cell, Estimate
 from grpo_repro.config import ModelConfig, TaskConfig
@@ -38,7 +39,7 @@ def estimate(cell: Cell) -> Estimate:
     The rate is 3e10 flops a second for each CPU thread and 1e14 for a GPU, plus 0.01 s for each iteration and 2 s to
     start. G* from pools takes 0.03 s and 2d (n^0.7 (4T + P)) for each question. Memory is weights, gradient and two
     averages, the activations of one micro-batch and the cache of a sampled batch. A penalty adds the reference policy:
-    its weights, and 2d flops more for every token of an iteration.
+    its weights, and 2d flops more for every token of an iteration. `sampler_options.cost` is added.
     """
     config = cell.config
     reference = Options.of(config).penalized
@@ -66,11 +67,16 @@ def estimate(cell: Cell) -> Estimate:
         work += checks * pooled * pool**0.7 * (4 * length + prompt)
         seconds += 0.03 * checks * pooled
         completions += checks * pooled * pool
+    on_gpu = causal_lm.device_of(config["device"]).startswith("cuda")
+    start, extra = sampler_options.cost(config, on_gpu)
+    seconds += start + 2.0 * shape.parameters * work / (1e14 if on_gpu else 3e10 * _threads(config, shape))
+    return Estimate(completions, completions * length, seconds, _memory(config, shape, prompt) + extra)
+
+
+def _threads(config: dict[str, Any], shape: causal_lm.Shape) -> int:
+    """Threads of torch that a run takes on a CPU."""
     small = config["threads"] is None and shape.parameters < SMALL_MODEL
-    threads = 1 if small else config["threads"] or torch.get_num_threads()
-    rate = 1e14 if causal_lm.device_of(config["device"]).startswith("cuda") else 3e10 * threads
-    memory = _memory(config, shape, prompt)
-    return Estimate(completions, completions * length, seconds + 2.0 * shape.parameters * work / rate, memory)
+    return 1 if small else config["threads"] or torch.get_num_threads()
 
 
 def _memory(config: dict[str, Any], shape: causal_lm.Shape, prompt: int) -> int:

@@ -12,10 +12,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from grpo_repro import stats, ustat
+from grpo_repro import sampler_options, stats, ustat
 from grpo_repro.cells import Cell, Estimate, Progress, cell_rng
+from grpo_repro.engine import samplers
+from grpo_repro.engine.agreement import Agreement, compare
 from grpo_repro.engine.check import self_check
-from grpo_repro.engine.sample import Rollout, sample, uniforms
+from grpo_repro.engine.sample import Rollout
 from grpo_repro.engine.scores import Scorer, unique_completions
 from grpo_repro.errors import UserError
 from grpo_repro.estimators import ESTIMATORS
@@ -59,12 +61,25 @@ class PoolJob:
     task: Any
     checkpoint: Checkpoint
     progress: Progress
+    sampler: samplers.Sampler
     tokens: int = 0
     tally: Tally = field(default_factory=Tally)
+    agreement: Agreement = field(default_factory=Agreement)
     config: dict[str, Any] = field(init=False)
 
     def __post_init__(self) -> None:
         self.config = self.cell.config
+
+    def kept(self) -> dict[str, Tensor]:
+        """What a saved state holds beside its own: the agreement so far, where there is another engine."""
+        return {"agreement": self.agreement.numbers()} if self.sampler.foreign else {}
+
+    def restore(self, name: str, blank: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return a saved state, see `Checkpoint.restore`, and take `kept` back unless a later one was taken already."""
+        state = self.checkpoint.restore(name, blank | self.kept())
+        if "agreement" in state and int(state["agreement"][1]) > self.agreement.tokens:
+            self.agreement = Agreement.from_numbers(state["agreement"])
+        return state
 
     def batches(self, start: int, per_prompt: int) -> list[range]:
         """Ranges of questions that are sampled together, from `start` on, always cut at the same places."""
@@ -77,10 +92,13 @@ class PoolJob:
         config = self.config
         root = cell_rng(config["seed"], self.cell.id, stream)
         seeds = [np.random.SeedSequence(root.entropy, spawn_key=(i,)) for i in part]
-        rollout = sample(
-            self.policy, [self.prompts[i] for i in part], uniforms(seeds, per_prompt, config["max_new_tokens"]),
-            config["temperature"],
-        )  # fmt: skip
+        prompts = [self.prompts[i] for i in part]
+        rollout = self.sampler.sample(prompts, seeds, per_prompt, config["max_new_tokens"], config["temperature"])
+        self.sampler.rest()
+        if self.sampler.foreign:
+            rollout = compare(
+                self.policy, prompts, rollout, config["temperature"], config["micro_batch"], self.agreement
+            )
         self.tokens += int(rollout.mask.sum())
         # The pools' outcomes are reported; those of the Monte Carlo replicates say the same again.
         tally = self.tally if stream == 0 else None
@@ -96,9 +114,11 @@ def run(cell: Cell, workdir: Path, progress: Progress) -> tuple[pd.DataFrame, di
         torch.set_num_threads(1)
     prompts = [policy.encode(question.text) for question in task.questions]
     self_check(policy, prompts[0])
-    job = PoolJob(cell, policy, task.questions, prompts, task, Checkpoint(workdir, cell.id), progress)
+    sampler = samplers.make(policy, model, cell.config, prompts)
+    job = PoolJob(cell, policy, task.questions, prompts, task, Checkpoint(workdir, cell.id), progress, sampler)
     rows = measure_components(job) if cell.config["method"] == "components" else _monte_carlo(job)
     rows += [row(metric, exact(value), count) for metric, value, count in job.tally.rows(task)]
+    rows += agreement_rows(job.agreement)
     extras = {
         "completions": completions(cell.config),
         "tokens": job.tokens,
@@ -107,7 +127,7 @@ def run(cell: Cell, workdir: Path, progress: Progress) -> tuple[pd.DataFrame, di
         "model_revision": model.revision,
         "weights_hash": causal_lm.weights_hash(policy.model),
         "score_parameters": f"all ({policy.num_parameters})",
-    }
+    } | sampler.facts
     return frame(cell, rows), extras
 
 
@@ -118,7 +138,7 @@ def estimate(cell: Cell) -> Estimate:
     sample, 2d T to score forward, 2d (T + P) to go back and 2d T for its gradient, and each weighted sum 2d more. Short
     answers repeat: of n completions of at most 16 tokens n^0.7 are taken as distinct. The rate is 3e10 flops a second
     for each CPU thread and 1e14 for a GPU, plus 0.03 s for each group. Memory is weights, the groups' gradients,
-    activations of one micro-batch and the cache of a sampled batch.
+    activations of one micro-batch and the cache of a sampled batch; `sampler_options.cost` is added.
     """
     config = cell.config
     model, task_config = settings(cell)
@@ -143,7 +163,8 @@ def estimate(cell: Cell) -> Estimate:
     cache = 8 * SAMPLED_AT_ONCE * config["micro_batch"] * length * shape.width * shape.layers
     memory = 4 * shape.parameters * (1 + kept) + activations + cache + 500_000_000
     count = completions(config)
-    return Estimate(count, count * length, seconds, int(memory))
+    start, extra = sampler_options.cost(config, causal_lm.device_of(config["device"]).startswith("cuda"))
+    return Estimate(count, count * length, seconds + start, int(memory) + extra)
 
 
 def _pools(job: PoolJob, groups: np.ndarray | None) -> tuple[ustat.Pool, Tensor, np.ndarray]:
@@ -161,7 +182,7 @@ def _pools(job: PoolJob, groups: np.ndarray | None) -> tuple[ustat.Pool, Tensor,
         "done": torch.tensor([0, 0]),
         "outcomes": torch.from_numpy(Tally().counts),
     }
-    state = job.checkpoint.restore("pool", blank)
+    state = job.restore("pool", blank)
     job.tally.counts = state["outcomes"].numpy()
     columns, sums = state["columns"], state["sums"]
     job.tokens += int(state["done"][1])
@@ -184,7 +205,7 @@ def _pools(job: PoolJob, groups: np.ndarray | None) -> tuple[ustat.Pool, Tensor,
                 columns[2:, i] = torch.from_numpy(np.concatenate([norms[None], cross]))
                 estimate = (found.sums[1] - z.mean() * found.sums[0]) / (size - 1)
                 sums[int(groups[i])] += estimate.cpu()
-            state["done"] = torch.tensor([part.stop, job.tokens])
+            state |= {"done": torch.tensor([part.stop, job.tokens])} | job.kept()
             job.checkpoint.save_sometimes("pool", state)
     job.checkpoint.save("pool", state)
     z, lengths, *rest = columns.numpy()
@@ -201,6 +222,14 @@ def measure_components(job: PoolJob) -> list[Row]:
     rows = component_rows(job.config, measured)
     rows.append(row("completion_length", stats.mean_interval(lengths.mean(1), level), lengths.shape[1]))
     return rows + prompt_value_rows([q.id for q in job.questions], pool.rewards, level)
+
+
+def agreement_rows(agreement: Agreement) -> list[Row]:
+    """How far the sampler's log-probabilities were from the trainer's; no rows where they are the same engine's."""
+    if not agreement.tokens:
+        return []
+    found = {"sampler_log_prob_difference": agreement.mean, "sampler_log_prob_difference_max": agreement.largest}
+    return [row(name, exact(value), agreement.tokens) for name, value in found.items()]
 
 
 def _jackknife_groups(config: dict[str, Any], count: int, parameters: int) -> int:
@@ -247,7 +276,7 @@ def _replicates(
         "sums": torch.zeros(len(names) * replicates, job.policy.num_parameters),
         "done": torch.tensor([0, job.tokens]),
     }
-    state = job.checkpoint.restore(key, blank)
+    state = job.restore(key, blank)
     sums = state["sums"].to(job.policy.device)
     job.tokens = max(job.tokens, int(state["done"][1]))
     steps = len(config["group_sizes"]) * count
@@ -264,7 +293,7 @@ def _replicates(
                 np.add.at(weights, (np.arange(len(weights))[:, None], owner), advantages / (group * count))
                 scorer.add_sums(job.prompts[i], tokens, mask, weights, sums)
                 job.progress(number * count + i + 1, steps, f"questions, G = {group}")
-            state = {"sums": sums.cpu(), "done": torch.tensor([part.stop, job.tokens])}
+            state = {"sums": sums.cpu(), "done": torch.tensor([part.stop, job.tokens])} | job.kept()
             job.checkpoint.save_sometimes(key, state)
     job.checkpoint.save(key, state)
     return sums.cpu().numpy().reshape(len(names), replicates, -1)

@@ -16,17 +16,19 @@ from torch import Tensor
 
 from grpo_repro.algorithm2 import Options
 from grpo_repro.cells import Cell, Progress, cell_rng
-from grpo_repro.config import TaskConfig
+from grpo_repro.engine import samplers
+from grpo_repro.engine.agreement import Agreement, compare, importance_weights
 from grpo_repro.engine.check import self_check
-from grpo_repro.engine.sample import Rollout, sample, uniforms
+from grpo_repro.engine.sample import Rollout
 from grpo_repro.engine.update import Learner, log_probs
 from grpo_repro.errors import NotFinite, UserError
 from grpo_repro.estimators import ESTIMATORS, normalized
 from grpo_repro.experiments.evaluation import Examination, Record
 from grpo_repro.experiments.grading import UNANSWERED, Tally
-from grpo_repro.experiments.language_mse import SAMPLED_AT_ONCE, SMALL_MODEL
+from grpo_repro.experiments.language_mse import SAMPLED_AT_ONCE, SMALL_MODEL, agreement_rows
 from grpo_repro.experiments.mse_eval import settings
 from grpo_repro.experiments.state import Checkpoint
+from grpo_repro.experiments.training_questions import question_numbers, training_task
 from grpo_repro.experiments.variant import describe
 from grpo_repro.kl import reward_penalty
 from grpo_repro.policies import causal_lm
@@ -66,15 +68,18 @@ class _Run:
     """A cell with its policy, its optimiser, its questions and what it has measured so far.
 
     Attributes:
+        sampler: Where completions come from.
         reference: The policy as its files have it, which a penalty keeps it near; None without one.
         done: Last iteration that is finished, evaluation included; -1 before the initial evaluation.
         window: Sums of the training averages since the last log line, and the number of iterations.
         counts: Completions and tokens sampled.
+        agreement: Of another engine's log-probabilities with the trainer's, since the last log line.
     """
 
     cell: Cell
     policy: causal_lm.CausalLM
     learner: Learner
+    sampler: samplers.Sampler
     train: Examination
     test: Examination
     workdir: Path
@@ -86,6 +91,7 @@ class _Run:
     done: int = -1
     records: list[Record] = field(default_factory=list)
     counts: Float[np.ndarray, 2] = field(default_factory=lambda: np.zeros(2))
+    agreement: Agreement = field(default_factory=Agreement)
     value: float = float("nan")
     began: tuple[float, float] = field(default_factory=lambda: (time.monotonic(), 0.0))
 
@@ -105,19 +111,21 @@ class _Run:
             torch.set_num_threads(1)
         train, test = (Examination(policy, task, part, config) for part, task in enumerate(tasks))
         self_check(policy, train.prompts[0])
+        sampler = samplers.make(policy, model, config, train.prompts + test.prompts)
+        train.sampler = test.sampler = sampler
         facts = {
             "dtype": str(policy.model.dtype).removeprefix("torch."),
             "data_hash": f"train {tasks[0].data_hash}, test {tasks[1].data_hash}",
             "model_revision": model.revision,
             "weights_hash": causal_lm.weights_hash(policy.model),
-        }
+        } | sampler.facts
         checkpoint = Checkpoint(workdir, cell.id, config["save_seconds"])
         learner, reference = Learner(policy, config), None
         if learner.options.penalized:  # before a state is taken up: the reference stays what the files hold
             reference = replace(policy, model=copy.deepcopy(policy.model))
         window = np.zeros(len(_window(tasks[0], reference)) + 1)
         made = cls(
-            cell, policy, learner, train, test, workdir, progress, checkpoint, facts, reference, window
+            cell, policy, learner, sampler, train, test, workdir, progress, checkpoint, facts, reference, window
         )  # fmt: skip
         made._restore()
         return made
@@ -130,13 +138,14 @@ class _Run:
         group = config["group_size"]
         chosen = question_numbers(config, len(self.train.prompts), iteration)
         prompts = [self.train.prompts[i] for i in chosen]
-        rollout = self._sample(prompts, iteration)
+        rollout, weights = self._rollout(prompts, iteration)
         self.train.tally = Tally()
         rewards = self.train.reward(rollout, chosen)
         reference = self._reference_log_probs(prompts, rollout)
         ratio = None if reference is None else (rollout.log_probs - reference).double().sum(-1).cpu().numpy()
         advantages = _advantages(config["estimator"], rewards, ratio, self.learner.options)
-        norm = self.learner.step(prompts, rollout, advantages, iteration, reference)
+        norm = self.learner.step(prompts, rollout, weights * advantages, iteration, reference)
+        self.sampler.policy_moved()
         equal = float((rewards == rewards[:, :1]).all(1).mean())
         length = float(rollout.lengths.double().mean())
         graded = self.train.tally.unanswered() if hasattr(self.train.task, "grade") else ()
@@ -151,6 +160,18 @@ class _Run:
         what = f"iterations, reward {rewards.mean():.3f}{value}, {speed:,.0f} completions/s"
         self.progress(iteration, config["iterations"], what)
 
+    def _rollout(
+        self, prompts: list[list[int]], iteration: int
+    ) -> tuple[Rollout, Float[np.ndarray, "prompts group"] | float]:
+        """Completions of the iteration with the trainer's log-probabilities, and weights of their advantages."""
+        rollout, config = self._sample(prompts, iteration), self.cell.config
+        self.sampler.rest()
+        if not self.sampler.foreign:
+            return rollout, 1.0
+        own = compare(self.policy, prompts, rollout, config["temperature"], config["micro_batch"], self.agreement)
+        cap = config.get("importance_cap")
+        return own, 1.0 if cap is None else importance_weights(rollout.log_probs, own.log_probs, cap)
+
     def _sample(self, prompts: list[list[int]], iteration: int) -> Rollout:
         """Completions of the iteration; the random numbers depend on cell, iteration and place only."""
         config = self.cell.config
@@ -158,10 +179,9 @@ class _Run:
         seeds = [np.random.SeedSequence(root, spawn_key=(place,)) for place in range(len(prompts))]
         size = max(1, SAMPLED_AT_ONCE * config["micro_batch"] // config["group_size"])
         parts = [
-            sample(
-                self.policy, prompts[start : start + size],
-                uniforms(seeds[start : start + size], config["group_size"], config["max_new_tokens"]),
-                config["temperature"],
+            self.sampler.sample(
+                prompts[start : start + size], seeds[start : start + size], config["group_size"],
+                config["max_new_tokens"], config["temperature"],
             )
             for start in range(0, len(prompts), size)
         ]  # fmt: skip
@@ -181,6 +201,9 @@ class _Run:
         for name, total in zip(_window(self.train.task, self.reference), self.window[:-1], strict=True):
             self.records.append(Record(name, iteration, total / count, count=count))
         self.window[:] = 0
+        for row in agreement_rows(self.agreement):
+            self.records.append(Record(row["metric"], iteration, row["value"], count=row["count"]))
+        self.agreement = Agreement()
 
     def evaluate(self, iteration: int) -> None:
         """Measure J on the training questions, accuracy on the test questions and, for some seeds, G*."""
@@ -203,12 +226,16 @@ class _Run:
         """Save the state and the rows so far, if the last time is long enough ago."""
         if not self.checkpoint.due():
             return
-        state = self.learner.state() | {
-            "done": torch.tensor([self.done]),
-            "records": torch.from_numpy(np.array([r.numbers() for r in self.records]).reshape(-1, Record.WIDTH)),
-            "window": torch.from_numpy(self.window),
-            "counts": torch.from_numpy(self.counts),
-        }
+        state = (
+            self.learner.state()
+            | {
+                "done": torch.tensor([self.done]),
+                "records": torch.from_numpy(np.array([r.numbers() for r in self.records]).reshape(-1, Record.WIDTH)),
+                "window": torch.from_numpy(self.window),
+                "counts": torch.from_numpy(self.counts),
+            }
+            | ({"agreement": self.agreement.numbers()} if self.sampler.foreign else {})
+        )
         if self.records:
             write_table(to_table(self.cell, self.frame()), self.workdir / "metrics.parquet")
         self.checkpoint.save(STATE, state)
@@ -219,12 +246,15 @@ class _Run:
             return
         if state["window"].shape != self.window.shape:
             return  # saved by a version that averaged other things
+        if "agreement" in state:
+            self.agreement = Agreement.from_numbers(state.pop("agreement"))
         self.done = int(state.pop("done"))
         self.records = [Record.from_numbers(row) for row in state.pop("records").tolist()]
         self.window, self.counts = (state.pop(name).numpy().copy() for name in ("window", "counts"))
         self.value = next((r.value for r in reversed(self.records) if r.metric == "value"), float("nan"))
         self.began = (time.monotonic(), float(self.counts[0]))
         self.learner.restore(state)
+        self.sampler.policy_moved()
 
     def frame(self) -> pd.DataFrame:
         """The rows measured so far."""
@@ -267,45 +297,3 @@ def _window(task: Any, reference: Any) -> tuple[str, ...]:
     """Training averages of a run, in the order of the window's sums; the last sum counts iterations."""
     graded = UNANSWERED if hasattr(task, "grade") else ()
     return (*WINDOW, *graded, *(("kl_divergence",) if reference is not None else ()))
-
-
-def training_task(test: TaskConfig, pool: int) -> Any:
-    """The task of the training questions.
-
-    Args:
-        test: The test questions' configuration.
-        pool: Number M of training questions.
-
-    Raises:
-        UserError: If the task has not as many.
-    """
-    try:
-        return load_task(replace(test, split="train", num_questions=pool))
-    except UserError as error:
-        raise UserError(f"prompt_pool={pool}: {error}") from error
-
-
-def question_numbers(config: dict[str, Any], pool: int, iteration: int) -> list[int]:
-    """Numbers of the B training questions of one iteration.
-
-    They depend on the seed and not on G: with `iid`, a run with fewer questions sees the first of those that a run
-    of the same seed with more sees; with `epochs`, all runs of a seed go through the same permutations.
-
-    Args:
-        config: A cell's configuration.
-        pool: Number M of training questions.
-        iteration: i, counted from 1.
-
-    Returns:
-        B numbers in 0..M-1.
-    """
-    count = config["budget"] // config["group_size"]
-    if config["prompt_order"] == "iid":
-        rng = np.random.default_rng(cell_rng(config["seed"], "questions", iteration))
-        return [int(i) for i in rng.integers(pool, size=count)]
-    places = np.arange((iteration - 1) * count, iteration * count)
-    passes = {
-        int(epoch): np.random.default_rng(cell_rng(config["seed"], "epoch", int(epoch))).permutation(pool)
-        for epoch in np.unique(places // pool)
-    }
-    return [int(passes[int(place) // pool][place % pool]) for place in places]

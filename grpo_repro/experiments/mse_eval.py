@@ -22,6 +22,7 @@ import pandas as pd
 from grpo_repro.cells import Cell, Estimate, Progress
 from grpo_repro.config import BUNDLED_MODELS, ModelConfig, MseEvalConfig, TaskConfig, load_choice
 from grpo_repro.errors import UserError
+from grpo_repro.sampler_options import stated
 
 MAX_GROUPS = 100
 """Most groups of prompts in the jackknife of c1 and G*: each holds one gradient in memory."""
@@ -87,7 +88,7 @@ def _cell(config: MseEvalConfig, model: ModelConfig, seed: int, method: str, dat
         keys += ["replicates"]
     if model.kind != "tabular":
         keys += language
-        model_state = {"weights": model_fingerprint(model)}
+        model_state = {"weights": model_fingerprint(model)} | stated(config)
     else:
         model_state = {}
     values = {key: getattr(config, key) for key in keys}

@@ -17,6 +17,7 @@ from grpo_repro.algorithm2 import Options
 from grpo_repro.cells import Cell, Estimate, Progress
 from grpo_repro.config import SCHEMAS, ModelConfig
 from grpo_repro.experiments.mse_eval import named
+from grpo_repro.sampler_options import stated
 from grpo_repro.schema import TrainingConfig
 from grpo_repro.training_validation import budgets, clip_norm, optimizer, seeds
 
@@ -53,7 +54,7 @@ def plan(config: TrainingConfig) -> list[Cell]:
         check(model)
         model, state = replace(model, name=_tabular_name(model)), {}
     else:
-        from grpo_repro.experiments.language_train import training_task
+        from grpo_repro.experiments.training_questions import training_task
         from grpo_repro.fingerprint import model_fingerprint, task_fingerprint
 
         # Too large a pool is told before anything runs.
@@ -92,7 +93,7 @@ def _cell(config: TrainingConfig, model: ModelConfig, own: dict[str, Any]) -> Ce
     if model.kind == "tabular":
         values["replicates"] = config.replicates
     else:
-        values |= {key: getattr(config, key) for key in _LANGUAGE}
+        values |= {key: getattr(config, key) for key in _LANGUAGE} | stated(config)
         values["prompt_pool"] = config.prompt_pool or LANGUAGE_POOL
         values["predict"] = own["seed"] in config.predict_seeds
         if values["predict"]:

@@ -14,7 +14,7 @@ from grpo_repro.cells import canonical_json
 
 OF_RUNS = frozenset(
     "group_size budget seed estimator predict completions_per_prompt gradient_memory_gib checkpoints log_every "
-    "confidence replicates micro_batch sampler".split()
+    "confidence replicates micro_batch sampler vllm_machine".split()
 )
 """Keys that tell runs of one setting apart, or that change no run's law."""
 
@@ -29,6 +29,8 @@ KEYS = {
     "minibatches": "minibatches",
     "kl_coefficient": "kl_coefficient",
     "kl_estimator": "kl_estimator",
+    "importance_cap": "importance_cap",
+    "vllm_dtype": "vllm_dtype",
     "pool": "prompt_pool",
     "order": "prompt_order",
     "iterations": "iterations",
