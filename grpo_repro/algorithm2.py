@@ -16,6 +16,20 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 
+def remedies(config: Mapping[str, Any]) -> str:
+    """What to change where training diverges, by what a run has set.
+
+    >>> remedies({"clip_norm": None, "minibatches": 4})
+    'lower learning_rate, set clip_norm=1.0, or lower minibatches=4'
+    """
+    options = Options.of(config)
+    found = ["lower learning_rate"] + ["set clip_norm=1.0"] * (config["clip_norm"] is None)
+    found += [f"lower weight_decay={decay:g}"] if (decay := config.get("weight_decay")) else []
+    found += [f"lower minibatches={options.minibatches}"] * (options.minibatches > 1)
+    found += [f"lower kl_coefficient={options.kl_coefficient:g}"] * options.penalized
+    return ", ".join(found[:-1]) + (", or " if len(found) > 2 else " or " if len(found) > 1 else "") + found[-1]
+
+
 @dataclass(frozen=True)
 class Options:
     """The pieces of Algorithm 2 that a run uses; see `schema.TrainingConfig` for each."""

@@ -57,7 +57,8 @@ def draw(names: list[str], results: Path, out: Path, image_format: str, models: 
     rows = read_results(results)
     if rows.empty:
         state = "holds no results" if results.is_dir() else "does not exist"
-        raise UserError(f"{results} {state}; run `grpo mse-eval` first or name another folder with --results DIR")
+        first = "theory" if names and all(name == THEORY or name in theory for name in names) else "mse-eval"
+        raise UserError(f"{results} {state}; run `grpo {first}` first or name another folder with --results DIR")
     rows = _only(rows, models, results)
     paths, empty = [], []
     checked = bool((rows["experiment"] == THEORY).any())
@@ -92,6 +93,8 @@ def _only(rows: pd.DataFrame, models: Sequence[str], results: Path) -> pd.DataFr
     if not models:
         return rows
     rows = rows[rows["experiment"] != THEORY]
+    if rows.empty:
+        raise UserError(f"{results} holds checks of the theory only, which are of no policy; leave --model out")
     kept = pd.Series(not models, index=rows.index)
     for model in models:
         named = (rows["model"] == model) | rows["model"].str.startswith(f"{model}:")

@@ -136,6 +136,7 @@ def _minibatches(config: TrainingConfig) -> None:
                 raise UserError(
                     f"minibatches={parts} does not divide B={budget // size} (N={budget}, G={size}) into equal "
                     f"parts; valid m for every B: {', '.join(map(str, valid))}"
+                    + (f"; or leave G={size} out" if len(config.group_sizes) > 1 else "")
                 )
 
 

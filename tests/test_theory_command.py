@@ -135,6 +135,12 @@ def test_figures_show_the_points(outcome, tmp_path):
     np.testing.assert_array_equal([s[:, 1] for s in points.lines[2][0].get_segments()], [[0.5, 1.5], [0.25, 0.75]])
     assert "the rate is 2 (anywhere): FAILS." in figures.draw(rows, "lemma-1").get_label()
     assert [path.name for path in draw(["theory"], tmp_path, tmp_path / "out", "png")] == ["theory-lemma-1.png"]
+    other = rows.assign(cell_id="0" * 12)
+    assert "FAILS" in figures.draw(pd.concat([other, rows]), "lemma-1").get_label()  # that of this version
+    with pytest.raises(UserError, match="2 results of lemma-1, of other versions"):
+        figures.draw(pd.concat([other, other.assign(cell_id="1" * 12)]), "lemma-1")
+    with pytest.raises(UserError, match="leave --model out"):
+        draw(["theory"], tmp_path, tmp_path / "out", "png", ["tabular"])
     with pytest.raises(UserError, match="no results of lemma-6"):
         draw(["theory-lemma-6"], tmp_path, tmp_path / "out", "png")
 

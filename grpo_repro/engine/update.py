@@ -28,7 +28,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from grpo_repro.algorithm2 import Options
+from grpo_repro.algorithm2 import Options, remedies
 from grpo_repro.engine.attention import GroupedCache, extend, prefill
 from grpo_repro.engine.distinct import Distinct, Weighted, chunks, distinct, merge
 from grpo_repro.engine.sample import Rollout, pad_left
@@ -250,10 +250,8 @@ class Learner:
         norm = float(torch.nn.utils.clip_grad_norm_(self.parameters.values(), math.inf if limit is None else limit))
         rate = learning_rate(self.config, iteration)
         if not math.isfinite(norm):
-            raise UserError(
-                f"the gradient of iteration {iteration} is not finite at learning rate {rate:g}; lower learning_rate "
-                "or set clip_norm=1.0"
-            )
+            remedy = remedies(self.config)
+            raise UserError(f"the gradient of iteration {iteration} is not finite at learning rate {rate:g}; {remedy}")
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.step()

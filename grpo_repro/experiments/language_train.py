@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from grpo_repro.algorithm2 import Options
+from grpo_repro.algorithm2 import Options, remedies
 from grpo_repro.cells import Cell, Progress, cell_rng
 from grpo_repro.engine import samplers
 from grpo_repro.engine.agreement import Agreement, compare, importance_weights
@@ -54,9 +54,8 @@ def run(cell: Cell, workdir: Path, progress: Progress) -> tuple[pd.DataFrame, di
             if iteration < 1:
                 raise
             raise UserError(
-                f"training has diverged at iteration {iteration}: the policy's logits are not finite; lower "
-                f"learning_rate={cell.config['learning_rate']:g}"
-                + (f" or weight_decay={decay:g}" if (decay := cell.config["weight_decay"]) else "")
+                f"training has diverged at iteration {iteration}: the policy's logits are not finite at "
+                f"learning_rate={cell.config['learning_rate']:g}; {remedies(cell.config)}"
             ) from error
         training.done = iteration
         training.save_sometimes()

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float64, Int
 
 from grpo_repro import stats
-from grpo_repro.algorithm2 import Options
+from grpo_repro.algorithm2 import Options, remedies
 from grpo_repro.cells import Cell, Estimate, Progress, cell_rng
 from grpo_repro.config import ModelConfig
 from grpo_repro.engine.schedule import learning_rate
@@ -97,14 +97,12 @@ def _update(cell: Cell, family: Family, theta: Float64[np.ndarray, "runs dim"], 
     for block, start in enumerate(range(0, len(theta), size)):
         part = slice(start, start + size)
         rng = np.random.default_rng(np.random.SeedSequence(root, spawn_key=(block,)))
-        theta[part] = tabular_algorithm2.iterate(
-            family, theta[part], contexts[part], group, config["estimator"], Options.of(config), step, rng
-        )
+        with np.errstate(all="ignore"):  # what overflows is not finite, and said below
+            theta[part] = tabular_algorithm2.iterate(
+                family, theta[part], contexts[part], group, config["estimator"], Options.of(config), step, rng
+            )
     if not np.isfinite(theta).all() or np.abs(theta).max() > 1e100:
-        raise UserError(
-            f"training diverges at iteration {iteration} with learning rate {rate:g}; lower learning_rate or set "
-            "clip_norm"
-        )
+        raise UserError(f"training diverges at iteration {iteration} with learning rate {rate:g}; {remedies(config)}")
 
 
 def draw_contexts(cell: Cell, family: Family, iteration: int) -> Int[np.ndarray, "runs prompts"]:

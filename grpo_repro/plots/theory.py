@@ -13,7 +13,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullFormatter, NullLocator
 
 from grpo_repro.errors import UserError
+from grpo_repro.experiments.theory import plan
 from grpo_repro.plots import style
+from grpo_repro.schema import TheoryConfig
 from grpo_repro.theory.catalog import CHECKS
 from grpo_repro.theory.finding import Curve, Report
 from grpo_repro.theory.rows import from_frame
@@ -94,7 +96,7 @@ def draw(rows: pd.DataFrame, check: str) -> Figure:
     Raises:
         UserError: If the check has not been run, or has nothing to draw.
     """
-    report = _latest(rows, check)
+    report = _report(rows, check)
     panels = list(dict.fromkeys(curve.panel for curve in report.curves))
     if not panels:
         raise UserError(f"{check} is decided without curves; `grpo theory {check}` prints its statements")
@@ -118,13 +120,23 @@ def draw(rows: pd.DataFrame, check: str) -> Figure:
     return figure
 
 
-def _latest(rows: pd.DataFrame, check: str) -> Report:
-    """The report of a check: that of the smallest seed, of the cell that was read last."""
+def _report(rows: pd.DataFrame, check: str) -> Report:
+    """The report of a check: the only one there is, or that of the plain `grpo theory` of this version.
+
+    Raises:
+        UserError: If there is none, or several of which none is that.
+    """
     own = rows[(rows["experiment"] == "theory") & (rows["task"] == check)]
-    if own.empty:
+    cells = list(dict.fromkeys(own["cell_id"]))
+    if not cells:
         raise UserError(f"there are no results of {check}; run `grpo theory {check}` first")
-    own = own[own["seed"] == own["seed"].min()]
-    return from_frame(own[own["cell_id"] == own["cell_id"].iloc[-1]]).popitem()[1]
+    (plain,) = plan(TheoryConfig(checks=[check]))
+    if len(cells) > 1 and plain.id not in cells:
+        raise UserError(
+            f"there are {len(cells)} results of {check}, of other versions, seeds or settings than those of "
+            f"`grpo theory {check}`; run that, or keep one of {', '.join(map(str, cells))}"
+        )
+    return from_frame(own[own["cell_id"] == (plain.id if plain.id in cells else cells[0])]).popitem()[1]
 
 
 def _panel(axes: Axes, panel: Panel, curves: list[Curve]) -> None:

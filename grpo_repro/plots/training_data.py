@@ -25,6 +25,8 @@ from grpo_repro.stats import Interval
 
 EXPERIMENTS = ("group-size", "budget", "iterations")
 """Experiments whose runs are compared over G; `train` is a single run and is left out."""
+OTHER_GRADIENTS = ("normalize", "minibatches", "kl_coefficient")
+"""Options with which runs do not follow Algorithm 1's gradient of J; G*, of its error, says nothing of them."""
 
 IDENTITY = ("cell_id", "iteration", "replicate", "metric")
 """Rows that agree in these are one number, which two experiments may both hold: equal ids are equal runs."""
@@ -128,6 +130,8 @@ def choices(rows: pd.DataFrame, metric: str = "suboptimality_gap", confidence: f
     for key, own in measured.groupby(["model", "task", "estimator", "method"], sort=False):
         setting = Setting(*(str(part) for part in key))
         known = predictions[_is(predictions, setting)]
+        if set(OTHER_GRADIENTS) & set(setting.keys):
+            known = known[:0]
         for _, part in own.groupby(["budget", "iteration"], sort=True):
             budget, iteration = int(part["budget"].iloc[0]), int(part["iteration"].iloc[0])
             try:

@@ -12,6 +12,8 @@ from grpo_repro.stats import Interval
 METRIC_NAMES = {"suboptimality_gap": "suboptimality gap", "accuracy": "test accuracy"}
 SHOWN = ("optimizer", "schedule", "learning_rate", "pool", "order")
 """Keys of the method that every title holds; the others are added where they tell settings apart."""
+STATED = ("normalize", "minibatches", "kl_coefficient", "kl_estimator", "importance_cap")
+"""Options that a method holds only where they are in use: they are always named."""
 
 ORDERS = {"iid": "i.i.d."}
 
@@ -29,7 +31,8 @@ def title(setting: Setting, others: Iterable[Setting] = (), where: str = "", wit
     kin = [other for other in (*others, setting) if (other.model, other.task) == (setting.model, setting.task)]
     parts = [keys.get("optimizer", ""), schedule(keys), pool(keys)]
     for name in keys:
-        if name not in SHOWN and len({other.keys.get(name) for other in kin}) > 1:
+        told = name not in SHOWN and len({other.keys.get(name) for other in kin}) > 1
+        if name in STATED or told:
             parts.append(f"{name.replace('_', ' ')} {keys[name]}")
     if setting.estimator != "grpo":
         parts.append(f"{setting.estimator} estimator")
