@@ -224,3 +224,16 @@ def test_different_runs_of_one_setting_are_never_merged():
     longer["cell_id"] = longer["cell_id"].str[::-1]
     found = training_data.choices(pd.concat([rows, longer]))
     assert [choice.selection.best for choice in found] == [8, 8, 4, 4]
+
+
+@pytest.mark.parametrize(
+    "options", [{"normalize": True}, {"minibatches": 4}, {"kl_coefficient": 0.1, "kl_estimator": "k3"}]
+)
+def test_options_of_algorithm_2_are_named_and_its_runs_have_no_prediction(options):
+    """G* is that of Algorithm 1's gradient."""
+    figure = FIGURES["gap"](runs(**options))
+    label = figure.get_label()
+    for name, value in options.items():
+        assert f"{name.replace('_', ' ')} {str(value).lower()}" in label
+    assert "predicted" not in label
+    assert not [gid for ax in figure.axes for gid in gids(ax) if gid and gid.startswith("predicted")]
