@@ -12,13 +12,12 @@ from typing import Any
 
 from grpo_repro.errors import UserError
 from grpo_repro.schema import (
-    DTYPES,
     ESTIMATORS,
     LARGEST,
     METHODS,
-    MODEL_KINDS,
     SAMPLERS,
     WORDED_TASKS,
+    LoraSettings,
     ModelConfig,
     MseEvalConfig,
     TaskConfig,
@@ -27,11 +26,6 @@ from grpo_repro.schema import (
 )
 from grpo_repro.theory.catalog import CHECKS
 
-_TABULAR = ("family", "family_args")
-MODEL_KEYS = {
-    "tabular": ("name", "kind", *_TABULAR),
-    "causal_lm": tuple(item.name for item in fields(ModelConfig) if item.name not in _TABULAR),
-}
 _ARITHMETIC = ("operand_min", "operand_max", "factor_min", "factor_max")
 _WORDED = ("path", "hub", "subset", "revision", "instruction", "format_reward", "deadline")
 TASK_KEYS = {
@@ -39,7 +33,7 @@ TASK_KEYS = {
     "bandit": ("name", "num_questions", "seed"),
     "arithmetic": ("name", "num_questions", "split", "seed", *_ARITHMETIC),
 }
-"""Keys that each kind of model and each task reads."""
+"""Keys that each task reads."""
 
 MOST_THREADS = max(256, 4 * (os.cpu_count() or 1))
 """More than any machine gains from; torch crashes at some thousands."""
@@ -83,6 +77,8 @@ def _theory(config: TheoryConfig) -> None:
 
 def _with_policy(config: MseEvalConfig | TrainingConfig) -> None:
     """Check what every experiment has that runs a policy."""
+    from grpo_repro.model_validation import fit, validate_model
+
     check_names("estimators", config.estimators, ESTIMATORS)
     check_name("sampler", config.sampler, SAMPLERS)
     _group_sizes(config)
@@ -105,8 +101,8 @@ def _with_policy(config: MseEvalConfig | TrainingConfig) -> None:
     if config.model is None and config.task.name in WORDED_TASKS:
         raise UserError(f"task={config.task.name} needs a model that reads English; use model=hf model.path=DIR")
     if config.model is not None:
-        _model(config.model)
-        _fit(config.model, config.task)
+        validate_model(config.model)
+        fit(config.model, config.task)
     if isinstance(config, MseEvalConfig):
         _mse_eval(config)
     else:
@@ -116,6 +112,9 @@ def _with_policy(config: MseEvalConfig | TrainingConfig) -> None:
 
 
 def _mse_eval(config: MseEvalConfig) -> None:
+    from grpo_repro.model_validation import score_params
+
+    score_params(config)
     check_names("methods", config.methods, METHODS)
     if config.model is None and (config.task.name == "bandit" or "exact" in config.methods):
         what = "task=bandit" if config.task.name == "bandit" else "methods=[exact]"
@@ -133,7 +132,7 @@ def _finite(config: Any, prefix: str = "") -> None:
         nested = [x for x in value if isinstance(x, list | dict)] if isinstance(value, list) else []
         if nested:  # which OmegaConf lets through
             raise UserError(f"{item.name}={show(value)} holds {nested[0]!r}; give a flat list: {item.name}=[A,B]")
-        if isinstance(value, ModelConfig | TaskConfig):
+        if isinstance(value, ModelConfig | TaskConfig | LoraSettings):
             _finite(value, f"{prefix}{item.name}.")
         elif isinstance(value, float) and not math.isfinite(value):
             raise UserError(f"{prefix}{item.name}={value} is not a finite number; give one")
@@ -231,7 +230,7 @@ def validate_task(task: TaskConfig, least: int = 3) -> None:
         between("task.num_questions", task.num_questions, least, why or ("0 takes all" if worded else ""))
     check_name("task.split", task.split, ("train", "test", "all") if worded else ("train", "test"))
     between("task.seed", task.seed, 0)
-    _unused(task, "task", TASK_KEYS.get(task.name), f"task={task.name}")
+    unused(task, "task", TASK_KEYS.get(task.name), f"task={task.name}")
     if task.name == "arithmetic":
         between("task.operand_max", task.operand_max, task.operand_min, "task.operand_min is that")
         between("task.factor_max", task.factor_max, task.factor_min, "task.factor_min is that")
@@ -243,7 +242,7 @@ def validate_task(task: TaskConfig, least: int = 3) -> None:
             )
 
 
-def _unused(config: Any, group: str, used: Sequence[str] | None, owner: str) -> None:
+def unused(config: Any, group: str, used: Sequence[str] | None, owner: str) -> None:
     """Refuse keys that would change the cell's id and nothing else."""
     for item in fields(config):
         default = item.default if item.default_factory is MISSING else item.default_factory()
@@ -251,46 +250,3 @@ def _unused(config: Any, group: str, used: Sequence[str] | None, owner: str) -> 
             raise UserError(
                 f"{group}.{item.name} means nothing to {owner}, which takes {', '.join(used)}; leave it out"
             )
-
-
-def _model(model: ModelConfig) -> None:
-    check_name("model.kind", model.kind, MODEL_KINDS)
-    check_name("model.dtype", model.dtype, DTYPES)
-    if not model.name:
-        raise UserError("keys of model are set but no model is named; name one, for example model=hf model.path=DIR")
-    _unused(model, "model", MODEL_KEYS[model.kind], f"the {model.kind} model {model.name!r}")
-    if model.kind == "tabular":
-        if not model.family:
-            raise UserError("model.family is empty; a tabular policy needs one, see conf/model/tabular.yaml")
-        return
-    if not model.path:
-        raise UserError(
-            f"model.path is empty for model {model.name!r}; give a directory or a Hugging Face id: "
-            "model=hf model.path=DIR"
-        )
-    if model.revision is not None and model.path.startswith("bundled:"):
-        raise UserError(f"model.revision means nothing to {model.path}, which comes with grpo; leave it out")
-    if "{question}" not in model.template:
-        raise UserError(
-            f"model.template={model.template!r} has no {{question}}, every prompt would be the same; "
-            "put {question} where the question belongs"
-        )
-
-
-def _fit(model: ModelConfig, task: TaskConfig) -> None:
-    """Refuse a model and a task that do not go together."""
-    if model.kind == "tabular" and task.name != "bandit":
-        raise UserError(f"model {model.name!r} is tabular, task={task.name} is not; use task=bandit")
-    if task.name in WORDED_TASKS and str(model.path).startswith("bundled:"):
-        raise UserError(
-            f"model {model.name!r} knows digits and signs only, and task={task.name} is in English; use model=hf "
-            "model.path=DIR"
-        )
-    if "{instruction}" in model.template and not task.instruction:
-        raise UserError(
-            f"model.template has {{instruction}}, and task={task.name} has none; set task.instruction, or leave it out"
-            if task.name in WORDED_TASKS
-            else f"model.template has {{instruction}}, and task={task.name} has none; leave it out of the template"
-        )
-    if model.kind == "causal_lm" and task.name == "bandit":
-        raise UserError(f"task=bandit has no text for model {model.name!r}; use model=tabular")
