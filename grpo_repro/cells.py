@@ -11,18 +11,8 @@ from typing import Any
 import numpy as np
 
 NOT_IDENTITY = frozenset(
-    {
-        "results_dir",
-        "threads",
-        "device",
-        "device_count",
-        "launcher",
-        "logging",
-        "hydra",
-        "dry_run",
-        "save_seconds",
-        "vllm_machine",
-    }
+    "results_dir threads device device_count launcher logging hydra dry_run save_seconds gradient_checkpointing "
+    "vllm_machine".split()
 )
 """Keys of a configuration that cannot change the numbers and stay out of the cell's id."""
 

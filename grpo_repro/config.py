@@ -6,7 +6,7 @@ dataclasses into Hydra's ConfigStore; `typed` turns a composed configuration int
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -107,6 +107,8 @@ def typed(config: DictConfig) -> Any:
     assert schema is not None
     known = set(keys(schema))
     groups = [("", config)] + [(f"{group}.", config[group]) for group in NESTED if group in config]
+    if config.get("model") is not None:
+        groups.append(("model.lora.", config["model"]["lora"]))
     for prefix, group in groups:
         for key in group or ():
             if f"{prefix}{key}" not in known:
@@ -162,7 +164,8 @@ def keys(schema: type, prefix: str = "") -> list[str]:
     """Return every key of a schema in dotted form, such as ``group_sizes`` and ``task.split``."""
     found: list[str] = []
     for item in fields(schema):
-        if not prefix and item.name in NESTED:
-            found += keys(NESTED[item.name], f"{item.name}.")
+        nested = NESTED.get(item.name) if not prefix else item.default_factory
+        if isinstance(nested, type) and is_dataclass(nested):
+            found += keys(nested, f"{prefix}{item.name}.")
         found.append(prefix + item.name)
     return found

@@ -9,7 +9,7 @@ from typing import Any
 
 from grpo_repro.config import ModelConfig, TaskConfig
 from grpo_repro.errors import UserError
-from grpo_repro.schema import WORDED_TASKS
+from grpo_repro.schema import WORDED_TASKS, LoraSettings
 
 HASHED_BYTES = 1 << 28
 """Files up to this size (256 MiB) are identified by their content, larger ones by name, size and time."""
@@ -57,6 +57,27 @@ def model_fingerprint(config: ModelConfig) -> str | None:
     except OSError as error:
         raise UserError(f"cannot read the files of model {folder}: {error.strerror}; check its permissions") from error
     return digest.hexdigest()[:16]
+
+
+def model_settings(config: ModelConfig) -> dict[str, Any]:
+    """What a cell holds of its model; without adapters their keys stay out, and ids are as old as the models.
+
+    >>> "lora" in model_settings(ModelConfig())
+    False
+    """
+    settings = asdict(config)
+    if not config.lora.rank:
+        del settings["lora"]
+    return settings
+
+
+def model_of(settings: dict[str, Any]) -> ModelConfig:
+    """Take `model_settings` back.
+
+    >>> model_of(model_settings(ModelConfig(lora=LoraSettings(rank=4)))).lora.rank
+    4
+    """
+    return ModelConfig(**settings | {"lora": LoraSettings(**settings.get("lora") or {})})
 
 
 _WORDED_ONLY = ("hub", "subset", "revision", "instruction", "format_reward", "deadline")

@@ -15,6 +15,7 @@ OPTIMIZERS = ("auto", "adamw", "sgd")
 SCHEDULES = ("constant", "inverse", "cosine")
 PROMPT_ORDERS = ("iid", "epochs")
 KL_ESTIMATORS = ("k3", "k1-in-reward")
+SCORE_PARAMS = ("all", "last_layer", "lora")
 
 LARGEST: dict[str, int] = {
     "group_sizes": 2**20,
@@ -32,6 +33,7 @@ LARGEST: dict[str, int] = {
     "max_new_tokens": 10**6,
     "micro_batch": 10**7,
     "gradient_memory_gib": 10**5,
+    "model.lora.rank": 2**16,
     "task.num_questions": 10**6,
     "task.seed": 2**63 - 1,
     "task.operand_max": 10**6,
@@ -47,6 +49,27 @@ WORDED_TEMPLATE = "{question}\n{instruction}\n"
 
 
 @dataclass
+class LoraSettings:
+    """Low-rank adapters W + (alpha / rank) B A on a frozen model; no dropout.
+
+    Attributes:
+        rank: Inner dimension of B A; null or 0 is no adapters, every parameter is then trained.
+        alpha: Its scale; null is twice the rank.
+        targets: Last parts of the names of the layers that get one, such as [q_proj,v_proj]; null is every linear layer
+            but the output layer.
+    """
+
+    rank: int | None = None
+    alpha: float | None = None
+    targets: list[str] | None = None
+
+    @property
+    def scale(self) -> float:
+        """Alpha."""
+        return 2.0 * (self.rank or 0) if self.alpha is None else self.alpha
+
+
+@dataclass
 class ModelConfig:
     """One policy.
 
@@ -59,8 +82,11 @@ class ModelConfig:
             demonstrations are part of it. The two characters backslash and n (or t) stand for a newline (or a tab).
             The default is arithmetic's; for a task with an instruction it stands for `WORDED_TEMPLATE`.
         chat: Whether the tokenizer's chat template is put around the prompt.
-        dtype: Type of the weights; `auto` is the checkpoint's.
+        dtype: Type of the weights. `auto` is float32 on a CPU and bfloat16 on a GPU; where all weights are trained it
+            is float32 there too, for small updates are lost in the 8 bits of bfloat16. Adapters are always float32, and
+            so are log-probabilities and everything behind the logits.
         trust_remote_code: Whether code that comes with the model may run.
+        lora: Low-rank adapters, which are trained in place of the weights.
         family: Family of a tabular policy; null is `constant-norm` for `mse-eval`, `curved` with
             asymmetry 0.4 for training.
         family_args: Arguments of that family.
@@ -74,6 +100,7 @@ class ModelConfig:
     chat: bool = False
     dtype: str = "auto"
     trust_remote_code: bool = False
+    lora: LoraSettings = field(default_factory=LoraSettings)
     family: str | None = None
     family_args: dict[str, Any] = field(default_factory=dict)
 
@@ -137,6 +164,8 @@ class MseEvalConfig:
         device: `auto`, `cpu`, `cuda` or `cuda:N`.
         sampler, vllm: Where completions come from, `torch` (this engine) or `vllm`, and how that one runs.
         micro_batch: Completions per forward pass; changes speed and memory only.
+        score_params: Parameters that gradients are taken of: `all`; `last_layer` (the last decoder block) or `lora`
+            (the adapters of `model.lora`), whose gradients a large model leaves memory for.
         gradient_memory_gib: Memory that per-sample gradients may take.
         results_dir: Folder of the results.
         threads: Threads of torch; None takes one for a model of less than 5 M parameters, else torch's default.
@@ -160,6 +189,7 @@ class MseEvalConfig:
     sampler: str = "torch"
     vllm: VllmConfig = field(default_factory=VllmConfig)
     micro_batch: int = 256
+    score_params: str = "all"
     gradient_memory_gib: float = 2.0
     results_dir: str = "results"
     threads: int | None = None
@@ -211,6 +241,8 @@ class TrainingConfig:
         device: `auto`, `cpu`, `cuda` or `cuda:N`.
         sampler, vllm: Where completions come from, `torch` (this engine) or `vllm`, and how that one runs.
         micro_batch: Completions per forward pass; changes speed and memory only.
+        gradient_checkpointing: Run the decoder's layers again in the backward pass, a third more time for a fraction of
+            the memory of long completions; changes no number.
         gradient_memory_gib: Memory that the gradients behind the interval of G* may take.
         results_dir: Folder of the results.
         threads: Threads of torch; null takes one for a model of less than 5 M parameters, else torch's default.
@@ -254,6 +286,7 @@ class TrainingConfig:
     sampler: str = "torch"
     vllm: VllmConfig = field(default_factory=VllmConfig)
     micro_batch: int = 256
+    gradient_checkpointing: bool = False
     gradient_memory_gib: float = 2.0
     results_dir: str = "results"
     threads: int | None = None

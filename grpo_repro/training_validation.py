@@ -168,7 +168,7 @@ def optimizer(config: TrainingConfig) -> str:
 
 LANGUAGE_ONLY = (
     "temperature", "max_new_tokens", "micro_batch", "eval_samples", "log_every", "predict_seeds",
-    "completions_per_prompt", "gradient_memory_gib",
+    "completions_per_prompt", "gradient_memory_gib", "gradient_checkpointing",
 )  # fmt: skip
 """Keys that only language models read."""
 

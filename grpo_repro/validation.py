@@ -13,12 +13,11 @@ from typing import Any
 from grpo_repro.errors import UserError
 from grpo_repro.sampler_schema import VllmConfig
 from grpo_repro.schema import (
-    DTYPES,
     ESTIMATORS,
     LARGEST,
     METHODS,
-    MODEL_KINDS,
     WORDED_TASKS,
+    LoraSettings,
     ModelConfig,
     MseEvalConfig,
     TaskConfig,
@@ -27,11 +26,6 @@ from grpo_repro.schema import (
 )
 from grpo_repro.theory.catalog import CHECKS
 
-_TABULAR = ("family", "family_args")
-MODEL_KEYS = {
-    "tabular": ("name", "kind", *_TABULAR),
-    "causal_lm": tuple(item.name for item in fields(ModelConfig) if item.name not in _TABULAR),
-}
 _ARITHMETIC = ("operand_min", "operand_max", "factor_min", "factor_max")
 _WORDED = ("path", "hub", "subset", "revision", "instruction", "format_reward", "deadline")
 TASK_KEYS = {
@@ -39,7 +33,7 @@ TASK_KEYS = {
     "bandit": ("name", "num_questions", "seed"),
     "arithmetic": ("name", "num_questions", "split", "seed", *_ARITHMETIC),
 }
-"""Keys that each kind of model and each task reads."""
+"""Keys that each task reads."""
 
 MOST_THREADS = max(256, 4 * (os.cpu_count() or 1))
 """More than any machine gains from; torch crashes at some thousands."""
@@ -83,6 +77,8 @@ def _theory(config: TheoryConfig) -> None:
 
 def _with_policy(config: MseEvalConfig | TrainingConfig) -> None:
     """Check what every experiment has that runs a policy."""
+    from grpo_repro.model_validation import fit, validate_model
+
     check_names("estimators", config.estimators, ESTIMATORS)
     _group_sizes(config)
     between("completions_per_prompt", config.completions_per_prompt, 4, "its variances need four")
@@ -104,8 +100,8 @@ def _with_policy(config: MseEvalConfig | TrainingConfig) -> None:
     if config.model is None and config.task.name in WORDED_TASKS:
         raise UserError(f"task={config.task.name} needs a model that reads English; use model=hf model.path=DIR")
     if config.model is not None:
-        _model(config.model)
-        _fit(config.model, config.task)
+        validate_model(config.model)
+        fit(config.model, config.task)
     from grpo_repro.sampler_options import validate_sampler
 
     validate_sampler(config)
@@ -118,6 +114,9 @@ def _with_policy(config: MseEvalConfig | TrainingConfig) -> None:
 
 
 def _mse_eval(config: MseEvalConfig) -> None:
+    from grpo_repro.model_validation import score_params
+
+    score_params(config)
     check_names("methods", config.methods, METHODS)
     if config.model is None and (config.task.name == "bandit" or "exact" in config.methods):
         what = "task=bandit" if config.task.name == "bandit" else "methods=[exact]"
@@ -135,7 +134,7 @@ def _finite(config: Any, prefix: str = "") -> None:
         nested = [x for x in value if isinstance(x, list | dict)] if isinstance(value, list) else []
         if nested:  # which OmegaConf lets through
             raise UserError(f"{item.name}={show(value)} holds {nested[0]!r}; give a flat list: {item.name}=[A,B]")
-        if isinstance(value, ModelConfig | TaskConfig | VllmConfig):
+        if isinstance(value, ModelConfig | TaskConfig | VllmConfig | LoraSettings):
             _finite(value, f"{prefix}{item.name}.")
         elif isinstance(value, float) and not math.isfinite(value):
             raise UserError(f"{prefix}{item.name}={value} is not a finite number; give one")
@@ -253,46 +252,3 @@ def unused(config: Any, group: str, used: Sequence[str] | None, owner: str) -> N
             raise UserError(
                 f"{group}.{item.name} means nothing to {owner}, which takes {', '.join(used)}; leave it out"
             )
-
-
-def _model(model: ModelConfig) -> None:
-    check_name("model.kind", model.kind, MODEL_KINDS)
-    check_name("model.dtype", model.dtype, DTYPES)
-    if not model.name:
-        raise UserError("keys of model are set but no model is named; name one, for example model=hf model.path=DIR")
-    unused(model, "model", MODEL_KEYS[model.kind], f"the {model.kind} model {model.name!r}")
-    if model.kind == "tabular":
-        if not model.family:
-            raise UserError("model.family is empty; a tabular policy needs one, see conf/model/tabular.yaml")
-        return
-    if not model.path:
-        raise UserError(
-            f"model.path is empty for model {model.name!r}; give a directory or a Hugging Face id: "
-            "model=hf model.path=DIR"
-        )
-    if model.revision is not None and model.path.startswith("bundled:"):
-        raise UserError(f"model.revision means nothing to {model.path}, which comes with grpo; leave it out")
-    if "{question}" not in model.template:
-        raise UserError(
-            f"model.template={model.template!r} has no {{question}}, every prompt would be the same; "
-            "put {question} where the question belongs"
-        )
-
-
-def _fit(model: ModelConfig, task: TaskConfig) -> None:
-    """Refuse a model and a task that do not go together."""
-    if model.kind == "tabular" and task.name != "bandit":
-        raise UserError(f"model {model.name!r} is tabular, task={task.name} is not; use task=bandit")
-    if task.name in WORDED_TASKS and str(model.path).startswith("bundled:"):
-        raise UserError(
-            f"model {model.name!r} knows digits and signs only, and task={task.name} is in English; use model=hf "
-            "model.path=DIR"
-        )
-    if "{instruction}" in model.template and not task.instruction:
-        raise UserError(
-            f"model.template has {{instruction}}, and task={task.name} has none; set task.instruction, or leave it out"
-            if task.name in WORDED_TASKS
-            else f"model.template has {{instruction}}, and task={task.name} has none; leave it out of the template"
-        )
-    if model.kind == "causal_lm" and task.name == "bandit":
-        raise UserError(f"task=bandit has no text for model {model.name!r}; use model=tabular")

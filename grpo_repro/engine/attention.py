@@ -220,10 +220,23 @@ def extend(model: PreTrainedModel, tokens: Tensor, cache: GroupedCache, past: in
     Returns:
         Logits ``[prompts * rows, keep or length, vocabulary]``.
     """
+    positions = _positions(tokens, cache, past)
+    out = model(input_ids=tokens, position_ids=positions, use_cache=False, grouped=cache, logits_to_keep=keep)
+    return out.logits
+
+
+def last_hidden(model: PreTrainedModel, tokens: Tensor, cache: GroupedCache) -> Tensor:
+    """Run completions behind their cached prompts as `extend` does, up to what the output layer reads.
+
+    Returns:
+        The decoder's last hidden states, ``[prompts * rows, length, width]``.
+    """
+    decoder = model.get_decoder()
+    positions = _positions(tokens, cache, 0)
+    return decoder(input_ids=tokens, position_ids=positions, use_cache=False, grouped=cache).last_hidden_state
+
+
+def _positions(tokens: Tensor, cache: GroupedCache, past: int) -> Tensor:
     rows = len(tokens) // len(cache.prompt_mask)
     start = cache.prompt_lengths.repeat_interleave(rows)[:, None] + past
-    positions = start + torch.arange(tokens.shape[1], device=tokens.device)
-    out = model(
-        input_ids=tokens, position_ids=positions, use_cache=False, grouped=cache, logits_to_keep=keep
-    )  # fmt: skip
-    return out.logits
+    return start + torch.arange(tokens.shape[1], device=tokens.device)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from grpo_repro.engine.attention import use_grouped_attention
+from grpo_repro.engine.layers import chosen_parameters
 from grpo_repro.engine.sample import sample, uniforms
 from grpo_repro.engine.scores import Scorer
 from grpo_repro.errors import UserError
@@ -22,19 +23,20 @@ TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3}
 """Largest error of log-probabilities (in float32 at best) and relative error of norms and sums; others get 0.1."""
 
 
-def self_check(policy: CausalLM, prompt: list[int]) -> None:
+def self_check(policy: CausalLM, prompt: list[int], score_params: str = "all") -> None:
     """Compare sampled log-probabilities, score norms and sums with plain forward and backward passes.
 
     Args:
         policy: A policy that was just loaded.
         prompt: Token ids of any prompt; its last few are used.
+        score_params: Which parameters scores are taken of.
 
     Raises:
         UserError: If the engine does not give this architecture's numbers.
     """
     name = type(policy.model).__name__
     try:
-        errors = _errors(policy, prompt[-PROMPT:])
+        errors = _errors(policy, prompt[-PROMPT:], score_params)
     except UserError:
         raise
     except Exception as error:  # whatever an architecture that the engine does not know may raise
@@ -57,32 +59,32 @@ def _refusal(name: str, reason: str) -> UserError:
     )
 
 
-def _errors(policy: CausalLM, prompt: list[int]) -> dict[str, float]:
+def _errors(policy: CausalLM, prompt: list[int], score_params: str) -> dict[str, float]:
     random = uniforms([np.random.SeedSequence(0)], COMPLETIONS, LENGTH)
     rollout = sample(policy, [prompt], random)
     tokens, mask = rollout.tokens[0], rollout.mask[0]
     weights = np.linspace(-1.0, 2.0, COMPLETIONS)[None]
-    found = {}
-    for shared, worth in (("", np.inf), (" with a shared prompt", 0.0)):
-        with Scorer(policy, worth_sharing=worth) as scorer:
-            found[shared] = scorer.products(prompt, tokens, mask, weights)
-    log_probs, gradients = _plain(policy, prompt, tokens, mask)
-    norms = np.array([float(g.double().square().sum()) for g in gradients])
-    total = sum(float(w) * g.double() for w, g in zip(weights[0], gradients, strict=True))
-    assert isinstance(total, Tensor)
-    scale, length = float(norms.max()) + 1e-30, float(total.norm()) + 1e-30
+    log_probs, norms, total = _plain(policy, prompt, tokens, mask, weights[0], score_params)
+    scale, size = float(norms.max()) + 1e-30, float(total.norm()) + 1e-30
     errors = {"sampled log-probabilities": float((rollout.log_probs[0] - log_probs).abs().max())}
-    for shared, scores in found.items():
-        errors[f"score norms{shared}"] = float(np.abs(scores.sq_norms - norms).max()) / scale
-        errors[f"sums of scores{shared}"] = float((scores.sums[0].double() - total).norm()) / length
+    for shared, worth in (("", np.inf), (" with a shared prompt", 0.0)):
+        with Scorer(policy, worth_sharing=worth, score_params=score_params) as scorer:
+            found = scorer.products(prompt, tokens, mask, weights)
+        errors[f"score norms{shared}"] = float(np.abs(found.sq_norms - norms).max()) / scale
+        errors[f"sums of scores{shared}"] = float((found.sums[0] - total).norm()) / size
     return errors
 
 
-def _plain(policy: CausalLM, prompt: list[int], tokens: Tensor, mask: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """Log-probabilities and scores by the model's own attention, one completion at a time."""
+def _plain(
+    policy: CausalLM, prompt: list[int], tokens: Tensor, mask: Tensor, weights: np.ndarray, score_params: str
+) -> tuple[Tensor, np.ndarray, Tensor]:
+    """Log-probabilities, norms and the weighted sum of scores by the model's own attention, one completion at a time.
+
+    Two gradients are held at most: all of them would not fit beside a large model.
+    """
     model = policy.model
-    parameters = list(model.parameters())
-    log_probs, gradients = torch.zeros(mask.shape, device=policy.device), []
+    parameters = list(chosen_parameters(model, score_params).values())
+    log_probs, norms, total = torch.zeros(mask.shape, device=policy.device), [], None
     model.set_attn_implementation("eager")
     try:
         for parameter in parameters:
@@ -92,11 +94,14 @@ def _plain(policy: CausalLM, prompt: list[int], tokens: Tensor, mask: Tensor) ->
             whole = torch.cat([torch.tensor(prompt, device=policy.device), y])
             logits = model(input_ids=whole[None], use_cache=False).logits[0, len(prompt) - 1 : -1].float()
             chosen = torch.log_softmax(logits, -1).gather(-1, y[:, None])[:, 0]
-            found = torch.autograd.grad(chosen.sum(), parameters, allow_unused=True, materialize_grads=True)
+            grads = torch.autograd.grad(chosen.sum(), parameters, allow_unused=True, materialize_grads=True)
             log_probs[row, : len(y)] = chosen.detach()
-            gradients.append(torch.cat([g.flatten().float() for g in found]))
+            gradient = torch.cat([g.flatten().float() for g in grads])
+            norms.append(sum(float(part.double().square().sum()) for part in gradient.split(1 << 24)))
+            total = float(weights[row]) * gradient + (0.0 if total is None else total)
     finally:
         for parameter in parameters:
             parameter.requires_grad_(False)
         use_grouped_attention(model)
-    return log_probs, gradients
+    assert total is not None
+    return log_probs, np.array(norms), total

@@ -19,8 +19,10 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from grpo_repro.engine.attention import GroupedCache, extend, prefill
+from grpo_repro.engine.attention import GroupedCache, prefill
 from grpo_repro.engine.factors import Factors, sq_norms
+from grpo_repro.engine.layers import chosen_parameters
+from grpo_repro.engine.logits import completion_log_probs, positions_at_once
 from grpo_repro.engine.taps import Tap, collect, matrix_shape
 from grpo_repro.policies.causal_lm import CausalLM
 
@@ -35,7 +37,7 @@ class ScoreProducts:
     Attributes:
         sq_norms: ||W_i||^2, float64 ``[completions]``.
         products: <W_i, sum_j w_sj W_j>, float64 ``[completions, weights]``.
-        sums: sum_j w_sj W_j, float32 ``[weights, dim]``; parameters in the model's order, tied ones once.
+        sums: sum_j w_sj W_j, float32 ``[weights, dim]``; scored parameters in the model's order, tied ones once.
         log_probs: log pi(y_i | x), float64 ``[completions]``.
     """
 
@@ -69,21 +71,26 @@ class Scorer:
         temperature: Of the distribution that was sampled from.
         micro_batch: Completions per backward pass; results do not depend on it.
         worth_sharing: In place of `WORTH_SHARING`; results do not depend on it either.
+        score_params: Which parameters theta is (`layers.chosen_parameters`); scores, norms and sums are theirs.
     """
 
     def __init__(
-        self, policy: CausalLM, temperature: float = 1.0, micro_batch: int = 256, worth_sharing: float | None = None
-    ) -> None:
+        self, policy: CausalLM, temperature: float = 1.0, micro_batch: int = 256, worth_sharing: float | None = None,
+        score_params: str = "all",
+    ) -> None:  # fmt: skip
         self.policy, self.temperature, self.micro_batch = policy, temperature, micro_batch
         self.worth_sharing = WORTH_SHARING if worth_sharing is None else worth_sharing
-        self.parameters = list(policy.model.parameters())
+        self.parameters = list(chosen_parameters(policy.model, score_params).values())
         self.dim = sum(p.numel() for p in self.parameters)
+        self.chosen = {id(p) for p in self.parameters}
+        head = policy.model.get_output_embeddings()
+        self.scores_head = head is not None and any(id(p) in self.chosen for p in head.parameters())
         self.calls: list[Tap] | None = None
         self._hooks: list[RemovableHandle] = []
 
     def __enter__(self) -> Scorer:
         for module in self.policy.model.modules():
-            if next(module.parameters(recurse=False), None) is not None:
+            if any(id(p) in self.chosen for p in module.parameters(recurse=False)):
                 self._hooks.append(module.register_forward_hook(self._record))
         return self
 
@@ -95,8 +102,8 @@ class Scorer:
     def _record(self, module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
         if self.calls is None:
             return
-        if isinstance(module, nn.Embedding):
-            output.requires_grad_()  # the graph starts here; weights need no gradient
+        if not output.requires_grad:
+            output.requires_grad_()  # the graph starts here (at the embedding, or at the first scored layer)
         self.calls.append(Tap(module, inputs[0], output))
 
     @contextmanager
@@ -138,15 +145,22 @@ class Scorer:
         sq_norms = torch.zeros(count, dtype=torch.float64, device=device)
         products = torch.zeros(count, len(w), dtype=torch.float64, device=device)
         log_probs = torch.zeros(count, dtype=torch.float64, device=device)
-        one_pass = count <= self.micro_batch
+        size = self._at_once(tokens.shape[1])
+        one_pass = count <= size
         group = _Group(self, prompt, count)
-        parts = [slice(start, start + self.micro_batch) for start in range(0, count, self.micro_batch)]
+        parts = [slice(start, start + size) for start in range(0, count, size)]
         for part in parts:
             factors, log_probs[part] = group.factors(tokens[part], mask[part])
             sq_norms[part] = _accumulate(factors, w[:, part], sums, products if one_pass else None)
         for part in parts if not one_pass and len(w) else []:
             products[part] = _dots(group.factors(tokens[part], mask[part])[0], sums)
         return ScoreProducts(sq_norms.cpu().numpy(), products.cpu().numpy(), sums, log_probs.cpu().numpy())
+
+    def _at_once(self, length: int) -> int:
+        """Completions per backward pass: fewer where their logits, kept for the output layer's scores, are many."""
+        if not self.scores_head:
+            return self.micro_batch
+        return max(1, min(self.micro_batch, positions_at_once(self.policy.model) // length))
 
     @torch.no_grad()
     def add_sums(
@@ -168,8 +182,9 @@ class Scorer:
         """
         w = torch.from_numpy(np.asarray(weights, dtype=np.float32)).to(self.policy.device)
         group = _Group(self, prompt, len(tokens))
-        for start in range(0, len(tokens), self.micro_batch):
-            part = slice(start, start + self.micro_batch)
+        size = self._at_once(tokens.shape[1])
+        for start in range(0, len(tokens), size):
+            part = slice(start, start + size)
             offset = 0
             for factor in group.factors(tokens[part], mask[part])[0]:
                 for at, block in factor.blocks():
@@ -229,21 +244,25 @@ class _Group:
 
     def factors(self, tokens: Tensor, mask: Tensor) -> tuple[list[Factors], Tensor]:
         """Factors of the completions' scores for every parameter, and log pi(y | x)."""
-        samples, length = tokens.shape
+        samples = len(tokens)
         rest = torch.tensor(self.rest, device=tokens.device).expand(samples, -1)
         inputs = torch.cat([rest, tokens[:, :-1]], 1)
         keys, values = (
-            {layer: x.detach().expand(samples, -1, -1, -1).requires_grad_() for layer, x in store.items()}
+            {
+                layer: x.detach().expand(samples, -1, -1, -1).requires_grad_(x.requires_grad)
+                for layer, x in store.items()
+            }
             for store in (self.cache.prompt_keys, self.cache.prompt_values)
         )
         own_mask = self.cache.prompt_mask.expand(samples, -1)
         own = GroupedCache(own_mask, plain=True, prompt_keys=keys, prompt_values=values, prefilled=True)
         with self.scorer.recording() as taps:
-            logits = extend(self.policy.model, inputs, own, keep=length).float() / self.scorer.temperature
-            token_log_probs = torch.log_softmax(logits, -1).gather(-1, tokens[..., None])[..., 0]
-            log_probs = torch.where(mask, token_log_probs, 0.0).sum(1, dtype=torch.float64)
+            token_log_probs = completion_log_probs(
+                self.policy.model, inputs, own, tokens, mask, self.scorer.temperature, whole=self.scorer.scores_head
+            )
+            log_probs = token_log_probs.sum(1, dtype=torch.float64)
             total = log_probs.sum()
-        leaves = [*keys.values(), *values.values()]
+        leaves = [leaf for leaf in (*keys.values(), *values.values()) if leaf.requires_grad]
         grads = torch.autograd.grad(total, [t.output for t in taps] + leaves, allow_unused=True)
         collected = {id(p): Factors(matrix_shape(p)) for p in self.scorer.parameters}
         for tap, grad in zip(taps, grads, strict=False):
@@ -255,6 +274,7 @@ class _Group:
     def _prompt_part(self, collected: dict[int, Factors], grads: tuple[Tensor | None, ...], samples: int) -> None:
         """Carry the gradients on the prompt's keys and values through the prompt's graph, batched over samples."""
         outputs = [*self.cache.prompt_keys.values(), *self.cache.prompt_values.values()]
+        outputs = [out for out in outputs if out.requires_grad]
         used = [(out, grad[:, None]) for out, grad in zip(outputs, grads, strict=True) if grad is not None]
         back = torch.autograd.grad(
             [out for out, _ in used], [t.output for t in self.taps], [grad for _, grad in used],

@@ -26,13 +26,14 @@ def matrix_shape(parameter: Tensor) -> tuple[int, int]:
 
 
 def collect(collected: dict[int, Factors], tap: Tap, inputs: Tensor, grad: Tensor | None, samples: int) -> None:
-    """File the factors of one module call under its parameters."""
+    """File the factors of one module call under its parameters, those that are collected."""
     if grad is None:
         return
     module, grad = tap.module, grad.float()
     if type(module) is nn.Linear:
-        collected[id(module.weight)].uses.append(Use(grad, inputs.float()))
-        if module.bias is not None:
+        if id(module.weight) in collected:
+            collected[id(module.weight)].uses.append(Use(grad, inputs.float()))
+        if module.bias is not None and id(module.bias) in collected:
             collected[id(module.bias)].add_dense(grad.sum(1))
     elif isinstance(module, nn.Embedding):
         collected[id(module.weight)].uses.append(Use(inputs, grad * _embedding_scale(module, inputs)))

@@ -29,8 +29,10 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from grpo_repro.algorithm2 import Options, remedies
-from grpo_repro.engine.attention import GroupedCache, extend, prefill
+from grpo_repro.engine.attention import GroupedCache, prefill
 from grpo_repro.engine.distinct import Distinct, Weighted, chunks, distinct, merge
+from grpo_repro.engine.layers import recomputed
+from grpo_repro.engine.logits import completion_log_probs
 from grpo_repro.engine.sample import Rollout, pad_left
 from grpo_repro.engine.schedule import learning_rate
 from grpo_repro.errors import UserError
@@ -48,6 +50,7 @@ def accumulate_gradient(
     moved: bool = False,
     reference: Float[Tensor, "prompts group length"] | None = None,
     coefficient: float = 0.0,
+    recompute: bool = False,
 ) -> None:
     """Add the gradient of the loss to `.grad` of the policy's parameters that require one.
 
@@ -61,9 +64,10 @@ def accumulate_gradient(
         moved: Whether the policy has moved since it sampled them, so that tokens need the ratio pi / pi_old.
         reference: log pi_ref of the completions' tokens; None without a penalty in the loss.
         coefficient: kappa of that penalty.
+        recompute: Run the layers again in the backward pass instead of keeping what is inside of them.
     """
     batch = merge(rollout, advantages, moved, reference)
-    with torch.enable_grad():
+    with torch.enable_grad(), recomputed(policy.model, recompute):
         for chosen, shared, pieces in _parts(policy, prompts, batch, micro_batch):
             for rows in pieces:
                 _completions_backward(_run(policy, chosen, shared, batch, rows, temperature), batch, coefficient)
@@ -136,9 +140,11 @@ def _prompt_graph(policy: CausalLM, prompts: list[Sequence[int]]) -> _Shared:
     cache = GroupedCache(mask)
     if mask.shape[1]:
         prefill(policy.model, tokens, cache)
+        cache.prefilled = False  # a layer that is run again in the backward pass must see what it saw
     outputs = [*cache.prompt_keys.values(), *cache.prompt_values.values()]
+    # What depends on no trained parameter (below the first adapter) needs no gradient.
     keys, values = (
-        {layer: x.detach().requires_grad_() for layer, x in store.items()}
+        {layer: x.detach().requires_grad_(x.requires_grad) for layer, x in store.items()}
         for store in (cache.prompt_keys, cache.prompt_values)
     )
     return _Shared(mask, outputs, keys, values)
@@ -166,9 +172,8 @@ def _run(
     tokens, mask = tokens[:, :longest], mask[:, :longest]
     last = torch.tensor([prompt[-1] for prompt in prompts], device=policy.device).repeat_interleave(widest)
     own = GroupedCache(shared.mask, prompt_keys=shared.keys, prompt_values=shared.values, prefilled=True)
-    logits = extend(policy.model, torch.cat([last[:, None], tokens[:, :-1]], 1), own).float() / temperature
-    found = torch.log_softmax(logits, -1).gather(-1, tokens[..., None])[..., 0]
-    return _Piece(index, real, torch.where(mask, found, 0.0))
+    inputs = torch.cat([last[:, None], tokens[:, :-1]], 1)
+    return _Piece(index, real, completion_log_probs(policy.model, inputs, own, tokens, mask, temperature))
 
 
 def _completions_backward(piece: _Piece, batch: Weighted, coefficient: float) -> None:
@@ -194,13 +199,13 @@ class Learner:
         policy: The policy; its parameters are changed in place.
         config: Holds `optimizer` (`sgd` or `adamw`), `learning_rate`, `schedule`, `warmup`, `iterations`,
             `weight_decay`, `clip_norm` (None for no clipping), `temperature`, `micro_batch` and, unless they have their
-            defaults, the `algorithm2.Options`.
+            defaults, the `algorithm2.Options` and `gradient_checkpointing`.
     """
 
     def __init__(self, policy: CausalLM, config: Mapping[str, Any]) -> None:
         self.policy, self.config = policy, config
         self.options = Options.of(config)
-        self.parameters = dict(policy.model.named_parameters())
+        self.parameters = policy.trained
         kind = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}[config["optimizer"]]
         self.optimizer: torch.optim.Optimizer = kind(
             list(self.parameters.values()), lr=0.0, weight_decay=config["weight_decay"]
@@ -240,6 +245,7 @@ class Learner:
                 accumulate_gradient(
                     self.policy, prompts[part], rollout.part(part), advantages[part], self.config["temperature"],
                     self.config["micro_batch"], number > 0, theirs, self.options.in_loss,
+                    self.config.get("gradient_checkpointing", False),
                 )  # fmt: skip
             norms.append(self._move(iteration))
         return sum(norms) / parts
@@ -260,14 +266,16 @@ class Learner:
     @contextmanager
     def _trainable(self) -> Iterator[None]:
         """Sampling and scores keep no graph of the weights: they require gradients during the update only."""
-        self.policy.model.requires_grad_(True)
+        for parameter in self.parameters.values():
+            parameter.requires_grad_(True)
         try:
             yield
         finally:
-            self.policy.model.requires_grad_(False)
+            for parameter in self.parameters.values():
+                parameter.requires_grad_(False)
 
     def state(self) -> dict[str, Tensor]:
-        """Weights and the optimiser's averages, by name."""
+        """What is trained (of a policy with adapters, these alone) and the optimiser's averages, by name."""
         found = {f"weights/{name}": parameter.detach().clone() for name, parameter in self.parameters.items()}
         for name, parameter in self.parameters.items():
             for key, value in self.optimizer.state.get(parameter, {}).items():

@@ -12,11 +12,12 @@ import torch
 from grpo_repro import sampler_options
 from grpo_repro.algorithm2 import Options
 from grpo_repro.cells import Cell, Estimate
-from grpo_repro.config import ModelConfig, TaskConfig
+from grpo_repro.config import TaskConfig
 from grpo_repro.errors import UserError
 from grpo_repro.experiments.evaluation import PREDICTION_QUESTIONS
 from grpo_repro.experiments.language_mse import SAMPLED_AT_ONCE, SMALL_MODEL
 from grpo_repro.experiments.mse_eval import settings
+from grpo_repro.fingerprint import model_of
 from grpo_repro.policies import causal_lm
 from grpo_repro.tasks import load_task
 
@@ -24,7 +25,7 @@ from grpo_repro.tasks import load_task
 @lru_cache(maxsize=8)
 def _sizes(model_text: str, task_text: str) -> tuple[causal_lm.Shape, int, int]:
     """Size of a model, tokens of its longest prompt and number of test questions: the same for all cells of a plan."""
-    model, task = ModelConfig(**json.loads(model_text)), TaskConfig(**json.loads(task_text))
+    model, task = model_of(json.loads(model_text)), TaskConfig(**json.loads(task_text))
     shape, questions = causal_lm.shape(model), load_task(task).questions
     prompts = (model.template.replace("{question}", question.text) for question in questions)
     return shape, max(len(shape.tokenizer.encode(prompt)) for prompt in prompts), len(questions)
@@ -38,8 +39,9 @@ def estimate(cell: Cell) -> Estimate:
     distinct, most end early, and groups of equal rewards need no update), else 8d for every token; an evaluation 2d.
     The rate is 3e10 flops a second for each CPU thread and 1e14 for a GPU, plus 0.01 s for each iteration and 2 s to
     start. G* from pools takes 0.03 s and 2d (n^0.7 (4T + P)) for each question. Memory is weights, gradient and two
-    averages, the activations of one micro-batch and the cache of a sampled batch. A penalty adds the reference policy:
-    its weights, and 2d flops more for every token of an iteration. `sampler_options.cost` is added.
+    averages (with adapters the weights, and the adapters' own), the activations of one micro-batch and the cache of a
+    sampled batch. A penalty adds the reference policy: its weights, unless it is the policy without its adapters, and
+    2d flops more for every token of an iteration. `sampler_options.cost` is added.
     """
     config = cell.config
     reference = Options.of(config).penalized
@@ -84,8 +86,11 @@ def _memory(config: dict[str, Any], shape: causal_lm.Shape, prompt: int) -> int:
     length, size = config["max_new_tokens"], shape.width * shape.layers
     activations = 40 * 4 * min(config["micro_batch"], config["budget"]) * (prompt + length) * size
     cache = 8 * min(SAMPLED_AT_ONCE * config["micro_batch"], config["budget"]) * length * size
-    weights = (20 if Options.of(config).penalized else 16) * shape.parameters
+    if "lora" in shape.scored:  # the base's weights, of which the penalty needs no copy, and what adapters have
+        weights = 4 * shape.parameters + 16 * shape.scored["lora"]
+    else:
+        weights = (20 if Options.of(config).penalized else 16) * shape.parameters
     scores = 0
     if config["predict"]:
-        scores = 4 * shape.parameters * min(100, config["prompt_pool"], PREDICTION_QUESTIONS)
+        scores = 4 * shape.scored.get("lora", shape.parameters) * min(100, config["prompt_pool"], PREDICTION_QUESTIONS)
     return weights + activations + cache + scores + 500_000_000

@@ -17,6 +17,7 @@ from grpo_repro.cells import Cell, Estimate, Progress, cell_rng
 from grpo_repro.engine import samplers
 from grpo_repro.engine.agreement import Agreement, compare
 from grpo_repro.engine.check import self_check
+from grpo_repro.engine.layers import chosen_parameters
 from grpo_repro.engine.sample import Rollout
 from grpo_repro.engine.scores import Scorer, unique_completions
 from grpo_repro.errors import UserError
@@ -67,8 +68,18 @@ class PoolJob:
     agreement: Agreement = field(default_factory=Agreement)
     config: dict[str, Any] = field(init=False)
 
+    score_params: str = field(init=False)
+    dim: int = field(init=False)
+
     def __post_init__(self) -> None:
         self.config = self.cell.config
+        self.score_params = self.config.get("score_params", self.policy.score_params)
+        self.dim = sum(p.numel() for p in chosen_parameters(self.policy.model, self.score_params).values())
+
+    def scorer(self) -> Scorer:
+        """Takes the scores of the parameters in question."""
+        config = self.config
+        return Scorer(self.policy, config["temperature"], config["micro_batch"], score_params=self.score_params)
 
     def kept(self) -> dict[str, Tensor]:
         """What a saved state holds beside its own: the agreement so far, where there is another engine."""
@@ -113,7 +124,8 @@ def run(cell: Cell, workdir: Path, progress: Progress) -> tuple[pd.DataFrame, di
     if cell.config["threads"] is None and policy.num_parameters < SMALL_MODEL:
         torch.set_num_threads(1)
     prompts = [policy.encode(question.text) for question in task.questions]
-    self_check(policy, prompts[0])
+    which = cell.config.get("score_params", "all")
+    self_check(policy, prompts[0], which)
     sampler = samplers.make(policy, model, cell.config, prompts)
     job = PoolJob(cell, policy, task.questions, prompts, task, Checkpoint(workdir, cell.id), progress, sampler)
     rows = measure_components(job) if cell.config["method"] == "components" else _monte_carlo(job)
@@ -126,7 +138,7 @@ def run(cell: Cell, workdir: Path, progress: Progress) -> tuple[pd.DataFrame, di
         "data_hash": task.data_hash,
         "model_revision": model.revision,
         "weights_hash": causal_lm.weights_hash(policy.model),
-        "score_parameters": f"all ({policy.num_parameters})",
+        "score_parameters": f"{which} ({job.dim})",
     } | sampler.facts
     return frame(cell, rows), extras
 
@@ -157,11 +169,12 @@ def estimate(cell: Cell) -> Estimate:
             f"{model.name} has {shape.positions} positions, and a prompt of {prompt} tokens with "
             f"max_new_tokens={length} needs more; shorten the template or lower max_new_tokens"
         )
-    groups = 0 if replicates else _jackknife_groups(config, len(questions), shape.parameters)
+    scored = shape.scored[config.get("score_params", "all")]
+    groups = 0 if replicates else _jackknife_groups(config, len(questions), scored)
     kept = max(groups, *sums)
     activations = 40 * 4 * min(config["micro_batch"], pool) * (prompt + length) * shape.width * shape.layers
     cache = 8 * SAMPLED_AT_ONCE * config["micro_batch"] * length * shape.width * shape.layers
-    memory = 4 * shape.parameters * (1 + kept) + activations + cache + 500_000_000
+    memory = 4 * (shape.parameters + scored * kept) + activations + cache + 500_000_000
     count = completions(config)
     start, extra = sampler_options.cost(config, causal_lm.device_of(config["device"]).startswith("cuda"))
     return Estimate(count, count * length, seconds + start, int(memory) + extra)
@@ -175,7 +188,7 @@ def _pools(job: PoolJob, groups: np.ndarray | None) -> tuple[ustat.Pool, Tensor,
         groups: Group of each question; None takes norms only (the Monte Carlo method's baselines).
     """
     size, count = job.config["completions_per_prompt"], len(job.prompts)
-    dim = job.policy.num_parameters
+    dim = job.dim
     blank = {
         "columns": torch.zeros(6, count, size, dtype=torch.float64),
         "sums": torch.zeros(0 if groups is None else int(groups.max()) + 1, dim),
@@ -186,7 +199,7 @@ def _pools(job: PoolJob, groups: np.ndarray | None) -> tuple[ustat.Pool, Tensor,
     job.tally.counts = state["outcomes"].numpy()
     columns, sums = state["columns"], state["sums"]
     job.tokens += int(state["done"][1])
-    with Scorer(job.policy, job.config["temperature"], job.config["micro_batch"]) as scorer:
+    with job.scorer() as scorer:
         for part in job.batches(int(state["done"][0]), size):
             rollout, rewards = job.rollout(part, size, stream=0)
             for place, i in enumerate(part):
@@ -215,7 +228,7 @@ def _pools(job: PoolJob, groups: np.ndarray | None) -> tuple[ustat.Pool, Tensor,
 def measure_components(job: PoolJob) -> list[Row]:
     """Rows of everything that one pool of completions per question gives."""
     count = len(job.prompts)
-    index = np.arange(count) * _jackknife_groups(job.config, count, job.policy.num_parameters) // count
+    index = np.arange(count) * _jackknife_groups(job.config, count, job.dim) // count
     pool, sums, lengths = _pools(job, index)
     measured = Measured(pool, stats.PromptGroups.from_sums(index, sums.numpy()))
     level = job.config["confidence"]
@@ -273,14 +286,14 @@ def _replicates(
     replicates, names = config["replicates"], config["estimators"]
     key = f"replicates-{group}"
     blank = {
-        "sums": torch.zeros(len(names) * replicates, job.policy.num_parameters),
+        "sums": torch.zeros(len(names) * replicates, job.dim),
         "done": torch.tensor([0, job.tokens]),
     }
     state = job.restore(key, blank)
     sums = state["sums"].to(job.policy.device)
     job.tokens = max(job.tokens, int(state["done"][1]))
     steps = len(config["group_sizes"]) * count
-    with Scorer(job.policy, config["temperature"], config["micro_batch"]) as scorer:
+    with job.scorer() as scorer:
         for part in job.batches(int(state["done"][0]), replicates * group):
             rollout, rewards = job.rollout(part, replicates * group, stream=1 + number)
             for place, i in enumerate(part):

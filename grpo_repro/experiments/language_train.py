@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ from grpo_repro.experiments.state import Checkpoint
 from grpo_repro.experiments.training_questions import question_numbers, training_task
 from grpo_repro.experiments.variant import describe
 from grpo_repro.kl import reward_penalty
-from grpo_repro.policies import causal_lm
+from grpo_repro.policies import causal_lm, lora
 from grpo_repro.results import to_table, write_table
 from grpo_repro.tasks import load_task
 
@@ -68,7 +69,8 @@ class _Run:
 
     Attributes:
         sampler: Where completions come from.
-        reference: The policy as its files have it, which a penalty keeps it near; None without one.
+        reference: The policy as its files have it, which a penalty keeps it near: a copy, or the policy itself where it
+            has adapters that can be turned off; None without a penalty.
         done: Last iteration that is finished, evaluation included; -1 before the initial evaluation.
         window: Sums of the training averages since the last log line, and the number of iterations.
         counts: Completions and tokens sampled.
@@ -103,25 +105,29 @@ class _Run:
             training_task(test_config, config["prompt_pool"]),
             load_task(replace(test_config, format_reward=0.0)),  # accuracy is that of answers alone
         ]
-        if model.dtype == "auto":
+        if model.dtype == "auto" and not model.lora.rank:
             model = replace(model, dtype="float32")  # small updates are lost in the 8 bits of bfloat16
         policy = causal_lm.load(model, config["device"])
         if config["threads"] is None and policy.num_parameters < SMALL_MODEL:
             torch.set_num_threads(1)
         train, test = (Examination(policy, task, part, config) for part, task in enumerate(tasks))
-        self_check(policy, train.prompts[0])
+        self_check(policy, train.prompts[0], policy.score_params)
         sampler = samplers.make(policy, model, config, train.prompts + test.prompts)
         train.sampler = test.sampler = sampler
-        facts = {
-            "dtype": str(policy.model.dtype).removeprefix("torch."),
-            "data_hash": f"train {tasks[0].data_hash}, test {tasks[1].data_hash}",
-            "model_revision": model.revision,
-            "weights_hash": causal_lm.weights_hash(policy.model),
-        } | sampler.facts
+        facts: dict[str, Any] = (
+            {
+                "dtype": str(policy.model.dtype).removeprefix("torch."),
+                "data_hash": f"train {tasks[0].data_hash}, test {tasks[1].data_hash}",
+                "model_revision": model.revision,
+                "weights_hash": causal_lm.weights_hash(policy.model),
+            }
+            | causal_lm.trained_facts(policy)
+            | sampler.facts
+        )
         checkpoint = Checkpoint(workdir, cell.id, config["save_seconds"])
         learner, reference = Learner(policy, config), None
         if learner.options.penalized:  # before a state is taken up: the reference stays what the files hold
-            reference = replace(policy, model=copy.deepcopy(policy.model))
+            reference = policy if model.lora.rank else replace(policy, model=copy.deepcopy(policy.model))
         window = np.zeros(len(_window(tasks[0], reference)) + 1)
         made = cls(
             cell, policy, learner, sampler, train, test, workdir, progress, checkpoint, facts, reference, window
@@ -193,7 +199,9 @@ class _Run:
         if self.reference is None:
             return None
         config = self.cell.config
-        return log_probs(self.reference, prompts, rollout, config["temperature"], config["micro_batch"])
+        # With adapters the reference is the policy without them.
+        with lora.base_of(self.policy.model) if self.reference is self.policy else nullcontext():
+            return log_probs(self.reference, prompts, rollout, config["temperature"], config["micro_batch"])
 
     def _log(self, iteration: int) -> None:
         count = int(self.window[-1])

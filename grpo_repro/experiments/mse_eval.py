@@ -13,7 +13,7 @@ and G* speak of questions drawn independently from the task's distribution.
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +77,7 @@ def _methods(config: MseEvalConfig, model: ModelConfig) -> list[str]:
 
 
 def _cell(config: MseEvalConfig, model: ModelConfig, seed: int, method: str, data: dict[str, str]) -> Cell:
-    from grpo_repro.fingerprint import model_fingerprint, task_settings
+    from grpo_repro.fingerprint import model_fingerprint, model_settings, task_settings
 
     shared = ("estimators", "group_sizes", "confidence", "results_dir", "device", "threads")
     language = ("temperature", "max_new_tokens", "sampler", "micro_batch", "gradient_memory_gib")
@@ -89,10 +89,14 @@ def _cell(config: MseEvalConfig, model: ModelConfig, seed: int, method: str, dat
     if model.kind != "tabular":
         keys += language
         model_state = {"weights": model_fingerprint(model)} | stated(config)
+        if config.score_params != "all":
+            keys += ["score_params"]
+            # Errors of other gradients: figures, which know models by their names, must not put them together.
+            model = replace(model, name=f"{model.name} ({config.score_params} scores)")
     else:
         model_state = {}
     values = {key: getattr(config, key) for key in keys}
-    values |= {"model": asdict(model), "task": task_settings(config.task), "seed": seed, "method": method}
+    values |= {"model": model_settings(model), "task": task_settings(config.task), "seed": seed, "method": method}
     values |= model_state | data
     return Cell("mse-eval", values, f"{model.name} {method}" + (f" seed {seed}" if len(config.seeds) > 1 else ""))
 
@@ -145,7 +149,9 @@ def completions(config: dict[str, Any]) -> int:
 
 def settings(cell: Cell) -> tuple[ModelConfig, TaskConfig]:
     """The model and the task of a cell, the task's instruction put into the model's template."""
-    model, task = ModelConfig(**cell.config["model"]), TaskConfig(**cell.config["task"])
+    from grpo_repro.fingerprint import model_of
+
+    model, task = model_of(cell.config["model"]), TaskConfig(**cell.config["task"])
     return replace(model, template=model.template.replace("{instruction}", task.instruction or "")), task
 
 

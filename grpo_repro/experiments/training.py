@@ -7,7 +7,7 @@ differ only in which cells they list, and a cell that one of them has finished i
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -78,12 +78,12 @@ def _tabular_name(model: ModelConfig) -> str:
 
 
 def _cell(config: TrainingConfig, model: ModelConfig, own: dict[str, Any]) -> Cell:
-    from grpo_repro.fingerprint import task_settings
+    from grpo_repro.fingerprint import model_settings, task_settings
 
     kind = optimizer(config)
     values = {key: getattr(config, key) for key in _SHARED if key != "seed"} | own
     values |= {
-        "model": asdict(model),
+        "model": model_settings(model),
         "task": task_settings(config.task),
         "optimizer": kind,
         "learning_rate": LEARNING_RATE[kind] if config.learning_rate is None else config.learning_rate,
@@ -94,6 +94,8 @@ def _cell(config: TrainingConfig, model: ModelConfig, own: dict[str, Any]) -> Ce
         values["replicates"] = config.replicates
     else:
         values |= {key: getattr(config, key) for key in _LANGUAGE} | stated(config)
+        if config.gradient_checkpointing:
+            values["gradient_checkpointing"] = True
         values["prompt_pool"] = config.prompt_pool or LANGUAGE_POOL
         values["predict"] = own["seed"] in config.predict_seeds
         if values["predict"]:

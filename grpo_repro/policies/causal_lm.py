@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,8 +14,10 @@ from transformers.utils import logging as transformers_logging
 
 from grpo_repro.config import ModelConfig
 from grpo_repro.engine.attention import use_grouped_attention
+from grpo_repro.engine.layers import ADAPTER, chosen_parameters
 from grpo_repro.errors import UserError
-from grpo_repro.fingerprint import resolve_path
+from grpo_repro.policies import lora
+from grpo_repro.policies.model_files import check_chat, check_loaded, located, not_loaded
 
 
 @dataclass(frozen=True)
@@ -49,8 +50,18 @@ class CausalLM:
         """Number of parameters, shared ones once."""
         return sum(p.numel() for p in self.model.parameters())
 
+    @property
+    def score_params(self) -> str:
+        """Which parameters training moves: `lora` for a model with adapters, else `all`."""
+        return "lora" if lora.has_adapters(self.model) else "all"
+
+    @property
+    def trained(self) -> dict[str, torch.nn.Parameter]:
+        """These parameters, by name."""
+        return chosen_parameters(self.model, self.score_params)
+
     def encode(self, question: str) -> list[int]:
-        """Turn a question into prompt tokens (one BOS if the tokenizer has one; a chat template brings its own).
+        """Turn a question into prompt tokens: one BOS if the tokenizer adds one, whatever the template holds; no EOS.
 
         Args:
             question: The question's text.
@@ -68,6 +79,7 @@ class CausalLM:
             tokens = list(self.tokenizer(rendered, add_special_tokens=False)["input_ids"])
         else:
             tokens = list(self.tokenizer(text)["input_ids"])
+        tokens = self._framed(tokens)
         vocabulary = self.model.config.vocab_size
         if tokens and max(tokens) >= vocabulary:
             raise UserError(
@@ -76,47 +88,20 @@ class CausalLM:
             )
         return tokens
 
+    def _framed(self, tokens: list[int]) -> list[int]:
+        """Give a prompt exactly one BOS where the tokenizer adds one, and take off an EOS that it added at the end."""
+        added = list(self.tokenizer("")["input_ids"])
+        bos, eos = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id
+        if eos is not None and added[-1:] == [eos] and tokens[-1:] == [eos] and not (self.chat or added == [bos]):
+            tokens = tokens[:-1]
+        if bos is None or added[:1] != [bos] and tokens[:2] != [bos, bos]:
+            return tokens
+        start = next((place for place, token in enumerate(tokens) if token != bos), len(tokens))
+        return [bos, *tokens[start:]]
+
     def decode(self, tokens: Sequence[int]) -> str:
         """Turn a completion's tokens into text, special tokens left out."""
         return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
-
-
-def _check_directory(path: Path) -> None:
-    """Name what a local model directory lacks, before transformers fails in its own words."""
-    needed = {
-        "config.json": ["config.json"],
-        "weights (safetensors)": ["model.safetensors", "model.safetensors.index.json"],
-        "a tokenizer": ["tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json"],
-    }
-    if not path.is_dir():
-        raise UserError(f"model directory {path} is not a directory; model.path needs a transformers directory")
-    for what, names in needed.items():
-        if not any((path / name).is_file() for name in names):
-            hint = "; convert *.bin with safetensors" if what.startswith("weights") and list(path.glob("*.bin")) else ""
-            raise UserError(f"model directory {path} lacks {what} (looked for {', '.join(names)}){hint}")
-    try:
-        json.loads((path / "config.json").read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
-        raise UserError(f"{path / 'config.json'} is not readable JSON ({error}); save the model again") from error
-
-
-def _located(config: ModelConfig) -> str:
-    """Path of a model that is here and complete, or its hub id."""
-    path = resolve_path(config)
-    local = Path(path).expanduser()
-    if not local.exists() and not path.startswith((".", "/", "~")):
-        return path
-    _check_directory(local)
-    return str(local)
-
-
-def _not_loaded(path: str, error: Exception) -> UserError:
-    first = str(error).strip().splitlines()
-    return UserError(
-        f"model {path} could not be loaded ({type(error).__name__}: {first[0] if first else 'no message'}); "
-        "model.path takes a transformers directory with config.json, safetensors weights and a tokenizer, "
-        "or a hub id when there is a network"
-    )
 
 
 def _eos_ids(model: PreTrainedModel, tokenizer: Any) -> tuple[int, ...]:
@@ -146,22 +131,6 @@ def device_of(device: str) -> str:
     return where
 
 
-def _check_loaded(path: str, model: PreTrainedModel, report: Any, tokenizer: Any, config: ModelConfig) -> None:
-    """Refuse a checkpoint whose gaps transformers would fill with random weights, and what is no decoder."""
-    gaps = sorted(report["missing_keys"]) + sorted(str(key) for key in report["mismatched_keys"])
-    if gaps:
-        raise UserError(
-            f"the weights of {path} lack or misfit {len(gaps)} tensors of {type(model).__name__} ({', '.join(gaps[:3])}"
-            f"{', ...' if len(gaps) > 3 else ''}); save the whole model again"
-        )
-    _check_chat(path, tokenizer, config)
-
-
-def _check_chat(path: str, tokenizer: Any, config: ModelConfig) -> None:
-    if config.chat and not getattr(tokenizer, "chat_template", None):
-        raise UserError(f"model.chat=true, but the tokenizer of {path} has no chat template; leave model.chat out")
-
-
 def load(config: ModelConfig, device: str = "auto") -> CausalLM:
     """Load a policy from a directory, the hub, or the package.
 
@@ -177,7 +146,7 @@ def load(config: ModelConfig, device: str = "auto") -> CausalLM:
     Raises:
         UserError: If the model cannot be loaded; the message says what is missing and what to do.
     """
-    path = _located(config)
+    path = located(config)
     where = device_of(device)
     common: dict[str, Any] = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
     dtype = config.dtype if config.dtype != "auto" else ("float32" if where == "cpu" else "bfloat16")
@@ -187,8 +156,11 @@ def load(config: ModelConfig, device: str = "auto") -> CausalLM:
         loader: Any = AutoModelForCausalLM.from_pretrained  # its return type depends on output_loading_info
         model, report = loader(path, dtype=dtype, use_safetensors=True, output_loading_info=True, **common)
     except Exception as error:  # transformers raises OSError, ValueError, KeyError, SafetensorError, ...
-        raise _not_loaded(path, error) from error
-    _check_loaded(path, model, report, tokenizer, config)
+        raise not_loaded(config, path, error) from error
+    check_loaded(path, model, report)
+    check_chat(path, tokenizer, config)
+    if config.lora.rank:
+        lora.attach(model, config.lora)
     model.to(where)
     model.requires_grad_(False)
     use_grouped_attention(model)
@@ -202,13 +174,14 @@ def load(config: ModelConfig, device: str = "auto") -> CausalLM:
 
 @dataclass(frozen=True)
 class Shape:
-    """Size of a model, known without its weights."""
+    """Size of a model, known without its weights; `scored` counts the parameters of each `score_params`."""
 
     parameters: int
     width: int
     layers: int
     positions: int
     tokenizer: Any
+    scored: dict[str, int]
 
 
 def shape(config: ModelConfig) -> Shape:
@@ -217,7 +190,7 @@ def shape(config: ModelConfig) -> Shape:
     Raises:
         UserError: If there is no such model.
     """
-    path = _located(config)
+    path = located(config)
     common: dict[str, Any] = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, **common)
@@ -225,18 +198,39 @@ def shape(config: ModelConfig) -> Shape:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(described, trust_remote_code=config.trust_remote_code)
     except Exception as error:
-        raise _not_loaded(path, error) from error
-    _check_chat(path, tokenizer, config)
+        raise not_loaded(config, path, error) from error
+    check_chat(path, tokenizer, config)
     parameters = sum(p.numel() for p in model.parameters())
     names = ("hidden_size", "num_hidden_layers", "max_position_embeddings")
     width, layers, positions = (int(getattr(described, name, 0) or 0) for name in names)
-    return Shape(parameters, width, layers, positions, tokenizer)
+    return Shape(parameters, width, layers, positions, tokenizer, _scored(model, config))
+
+
+def _scored(model: PreTrainedModel, config: ModelConfig) -> dict[str, int]:
+    """Number of parameters behind each `score_params` that the configuration allows."""
+    kinds = ["all", "last_layer"]
+    if config.lora.rank:
+        lora.attach(model, config.lora)
+        kinds = ["lora"]
+    found = {}
+    for kind in kinds:
+        with suppress(UserError):  # of an architecture whose layers are not known
+            found[kind] = sum(p.numel() for p in chosen_parameters(model, kind).values())
+    return found
+
+
+def trained_facts(policy: CausalLM) -> dict[str, str]:
+    """What a manifest says of the parameters that training moves: which, how many, in what type."""
+    trained = policy.trained.values()
+    kinds = sorted({str(p.dtype).removeprefix("torch.") for p in trained})
+    return {"trained_parameters": f"{policy.score_params} ({sum(p.numel() for p in trained)}, {', '.join(kinds)})"}
 
 
 def weights_hash(model: PreTrainedModel) -> str:
-    """First 16 hex digits of the SHA-256 over names, shapes and values of all weights."""
+    """First 16 hex digits of the SHA-256 over names, shapes and values of all weights, adapters left out."""
     digest = sha256()
-    for name, value in sorted(model.state_dict().items()):
+    weights = {name.replace(".base_layer.", "."): x for name, x in model.state_dict().items() if ADAPTER not in name}
+    for name, value in sorted(weights.items()):
         digest.update(f"{name}{tuple(value.shape)}{value.dtype}".encode())
         digest.update(value.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()[:16]

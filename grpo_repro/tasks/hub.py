@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import socket
-import threading
 from typing import Any
 
 from grpo_repro.errors import UserError
+from grpo_repro.network import reachable, take_the_cache
 from grpo_repro.tasks.records import Record
 
 
@@ -36,8 +34,8 @@ def read(task_config: Any) -> dict[str, list[Record]]:
         ) from error
     datasets.disable_progress_bars()
     try:
-        if not _reachable():
-            _take_the_cache()
+        if not reachable():
+            take_the_cache()
         found = datasets.load_dataset(task_config.hub, task_config.subset, revision=task_config.revision)
         splits = {split: found[split].to_list() for split in ("train", "test")}
     except Exception as error:  # datasets, huggingface_hub, httpx and pyarrow each have their own
@@ -51,30 +49,3 @@ def read(task_config: Any) -> dict[str, list[Record]]:
         split: [Record(place.format(split, i), f"{split}:{i}", row) for i, row in enumerate(rows, 1)]
         for split, rows in splits.items()
     }
-
-
-def _reachable() -> bool:
-    """Whether the hub's name is known, within three seconds; True where a proxy or mirror makes that hard to tell."""
-    if any(name.lower() in ("https_proxy", "all_proxy", "hf_endpoint") for name in os.environ):
-        return True
-    found: list[bool] = []
-
-    def look() -> None:
-        try:
-            socket.getaddrinfo("huggingface.co", 443)
-            found.append(True)
-        except OSError:
-            return
-
-    # A name server that does not answer ignores every time limit: a thread that is left behind does not hold us up.
-    thread = threading.Thread(target=look, daemon=True)
-    thread.start()
-    thread.join(3.0)
-    return bool(found)
-
-
-def _take_the_cache() -> None:
-    """Tell the hub's client that there is no network: it would try five times, and print each."""
-    import huggingface_hub
-
-    huggingface_hub.constants.HF_HUB_OFFLINE = True
