@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any
@@ -131,6 +131,17 @@ def device_of(device: str) -> str:
     return where
 
 
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Keep the warnings of transformers to itself."""
+    level = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(level)
+
+
 def load(config: ModelConfig, device: str = "auto") -> CausalLM:
     """Load a policy from a directory, the hub, or the package.
 
@@ -154,7 +165,10 @@ def load(config: ModelConfig, device: str = "auto") -> CausalLM:
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, **common)
         loader: Any = AutoModelForCausalLM.from_pretrained  # its return type depends on output_loading_info
-        model, report = loader(path, dtype=dtype, use_safetensors=True, output_loading_info=True, **common)
+        # What does not fit is told by `check_loaded`, in one line instead of a table.
+        settings = {"use_safetensors": True, "output_loading_info": True, "ignore_mismatched_sizes": True}
+        with _quietly():
+            model, report = loader(path, dtype=dtype, **settings, **common)
     except Exception as error:  # transformers raises OSError, ValueError, KeyError, SafetensorError, ...
         raise not_loaded(config, path, error) from error
     check_loaded(path, model, report)
