@@ -44,6 +44,11 @@ def validate_sampler(config: MseEvalConfig | TrainingConfig) -> None:
         raise UserError(f"sampler=vllm is for language models and {config.model.name!r} is tabular; leave it out")
     if not installed():
         raise UserError(f"sampler=vllm needs vLLM, which is not installed; {HOW_TO_INSTALL}, or use sampler=torch")
+    if config.model is not None and config.model.lora.rank:
+        raise UserError(
+            f"sampler=vllm takes no adapters yet, and model.lora.rank={config.model.lora.rank}; use sampler=torch, or "
+            "leave the adapters out"
+        )
     _vllm(config)
     if cap is not None and cap < 1:
         raise UserError(
