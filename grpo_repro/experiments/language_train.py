@@ -20,7 +20,7 @@ from grpo_repro.config import TaskConfig
 from grpo_repro.engine.check import self_check
 from grpo_repro.engine.sample import Rollout, sample, uniforms
 from grpo_repro.engine.update import Learner, log_probs
-from grpo_repro.errors import NotFinite, UserError
+from grpo_repro.errors import NotFinite, NotHere, UserError
 from grpo_repro.estimators import ESTIMATORS, normalized
 from grpo_repro.experiments.evaluation import Examination, Record
 from grpo_repro.experiments.grading import UNANSWERED, Tally
@@ -281,6 +281,8 @@ def training_task(test: TaskConfig, pool: int) -> Any:
     """
     try:
         return load_task(replace(test, split="train", num_questions=pool))
+    except NotHere:
+        raise
     except UserError as error:
         raise UserError(f"prompt_pool={pool}: {error}") from error
 
