@@ -146,8 +146,18 @@ def test_a_plan_that_cannot_fit_is_shown_and_refused(grpo):
     assert "18 of 18 cells" in run.stdout and "qwen2.5-math-7b N=4096 G=128 seed 0" in run.stdout
     assert "GPU hours" in run.stdout
     (line,) = run.stderr.strip().splitlines()
-    for word in ("needs about", "has 80", "micro_batch", "max_new_tokens", "smaller model", "weights"):
+    for word in (
+        "needs about",
+        "has 80",
+        "no micro_batch",
+        "model.dtype",
+        "max_new_tokens",
+        "smaller model",
+        "weights",
+    ):
         assert word in line
+    run = grpo("sweep", "group-size", "+paper=fig5", "--dry-run", "device_memory_gib=60", HF_HOME="nowhere")
+    assert run.returncode == 2 and "has 60; lower micro_batch, max_new_tokens; or " in run.stderr
     assert grpo.files() == []
 
 
