@@ -8,7 +8,11 @@ RESULTS ?= results
 FIGURES ?= $(RESULTS)/figures
 POLICIES := base instruct icl
 
-.PHONY: reproduce mse training theory test test-vllm check figures bench clean install
+# The paper's own runs: hundreds to thousands of GPU hours, as `grpo ... --dry-run` says. GPU_FLAGS are overrides of all
+# three, such as GPU_FLAGS='device=cuda:1', or a launcher: GPU_FLAGS='-m hydra/launcher=submitit_slurm'.
+GPU_FLAGS ?=
+
+.PHONY: reproduce reproduce-gpu mse training theory test test-vllm check figures bench clean install
 .DEFAULT_GOAL := reproduce
 
 install: $(STAMP)
@@ -41,6 +45,14 @@ reproduce: $(STAMP) mse training theory
 	$(BIN)/grpo plot --results $(RESULTS) --out $(FIGURES) $(POLICIES:%=--model bundled-%)
 	$(BIN)/grpo plot --results $(RESULTS) --out $(FIGURES)/tabular --model tabular
 	$(BIN)/grpo plot theory --results $(RESULTS) --out $(FIGURES)/theory
+
+# Figure 4, Figure 5 and Table 2 with the paper's models, in this order; what is finished is not run again.
+reproduce-gpu: $(STAMP)
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[data]'
+	$(BIN)/grpo mse-eval +paper=fig4 results_dir=$(RESULTS)/paper $(GPU_FLAGS)
+	$(BIN)/grpo sweep group-size +paper=fig5 results_dir=$(RESULTS)/paper $(GPU_FLAGS)
+	$(BIN)/grpo sweep budget +paper=table2 results_dir=$(RESULTS)/paper $(GPU_FLAGS)
+	$(BIN)/grpo plot --results $(RESULTS)/paper --out $(FIGURES)/paper
 
 # Figure 4: the three policies.
 mse: $(STAMP)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -51,13 +51,17 @@ class Estimate:
         completions: Number of completions sampled.
         tokens: Number of tokens sampled.
         seconds: Wall time in seconds.
-        memory_bytes: Peak memory in bytes.
+        memory_bytes: Peak memory in bytes, of each device.
+        parts: What it is made of, in bytes, where that is known.
+        notes: What the estimate assumes.
     """
 
     completions: int
     tokens: int
     seconds: float
     memory_bytes: int
+    parts: dict[str, int] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
 
 
 Progress = Callable[[int, int, str], None]

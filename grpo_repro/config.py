@@ -37,8 +37,15 @@ EXPERIMENTS: dict[str, str] = {
 COMMANDS: dict[str, str] = {name: f"sweep {name}" for name in ("group-size", "budget", "iterations")}
 """What is typed after `grpo` to run an experiment, where it is not its name."""
 
+PAPER: dict[str, tuple[str, ...]] = {
+    "fig4": ("mse-eval",),
+    "fig5": ("group-size", "iterations"),
+    "table2": ("budget",),
+}
+"""Settings of the paper's figures in `conf/paper`, and the experiments that they are of."""
+
 BUNDLED_MODELS = ("bundled-base", "bundled-instruct", "bundled-icl")
-"""What `mse-eval` runs when no model is named."""
+"""What `mse-eval` runs when neither `model` nor `models` is named."""
 
 SCHEMAS: dict[str, type] = {
     "mse-eval": MseEvalConfig,

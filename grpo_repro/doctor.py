@@ -9,31 +9,15 @@ import socket
 import tempfile
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
+from grpo_repro import doctor_paper
 from grpo_repro.config import choices, conf_dir
+from grpo_repro.doctor_check import Check
 
 MINIMUM_DISK_GIB = 1.0
 HUB_TIMEOUT_S = 3.0
-
-
-@dataclass
-class Check:
-    """One fact about the machine.
-
-    Attributes:
-        name: What was looked at.
-        ok: Whether it is as it should be.
-        detail: What was found, and the remedy if it is not.
-        needed: Whether the bundled job needs it.
-    """
-
-    name: str
-    ok: bool
-    detail: str
-    needed: bool = True
 
 
 def diagnose(results_dir: Path) -> list[Check]:
@@ -58,14 +42,20 @@ def diagnose(results_dir: Path) -> list[Check]:
         ("launchers", _launchers),
         ("vllm", _vllm),
         ("hub", _hub),
+        ("gpu", doctor_paper.gpu),
+        ("datasets", doctor_paper.datasets),
+        ("paper's data", doctor_paper.data),
+        ("paper's models", doctor_paper.models),
+        ("space for models", doctor_paper.space),
     ]
     found = []
     for name, look in looks:
         try:
             found.append(look())
         except Exception as error:
-            found.append(Check(name, False, f"{type(error).__name__}: {error}"))
-    return found
+            needed = look.__module__ != doctor_paper.__name__
+            found.append(Check(name, False, f"{type(error).__name__}: {error}", needed))
+    return found + doctor_paper.summary(found)
 
 
 def _python() -> Check:

@@ -15,6 +15,10 @@ class UserError(Exception):
     """
 
 
+class NotHere(UserError):
+    """Data that are neither on this machine nor within its reach; a dry run goes on without them."""
+
+
 class ResultsError(UserError):
     """The results folder cannot be used (a file, read-only, full disk): no further cell can succeed."""
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from grpo_repro.config import COMMANDS, NESTED, MseEvalConfig, choices, conf_dir, register
+from grpo_repro.config import COMMANDS, NESTED, PAPER, MseEvalConfig, choices, conf_dir, register
 from grpo_repro.errors import FULL_DISK, RunError, UserError, cannot_write
 from grpo_repro.hydra_errors import explain
 from grpo_repro.job_folder import discard, discard_older, job_folder, keep_logs
@@ -59,6 +59,7 @@ def launch(experiment: str, overrides: list[str], flags: Flags) -> Outcome | Non
         KeyboardInterrupt: If it was interrupted before any job had an outcome.
     """
     check_overrides(overrides)
+    check_paper(experiment, overrides)
     # The name that a cluster's queue shows; a user's own comes later and wins.
     overrides = [f"hydra.job.name=grpo-{experiment}", *map(_free, overrides)]
     if flags.cfg is not None:
@@ -136,6 +137,19 @@ def check_overrides(overrides: list[str]) -> None:
             raise UserError(f"{item!r} names no {key}; write {how}")
 
 
+def check_paper(experiment: str, overrides: list[str]) -> None:
+    """Refuse the settings of a figure that another command draws.
+
+    Raises:
+        UserError: With the command that they are of.
+    """
+    for item in overrides:
+        name = item.partition("=")[2]
+        if _key(item) == "paper" and name in PAPER and experiment not in PAPER[name]:
+            command = COMMANDS.get(PAPER[name][0], PAPER[name][0])
+            raise UserError(f"paper={name} is of `grpo {command} +paper={name}`; use that, or leave it out")
+
+
 def results_dir(overrides: list[str]) -> str:
     """Return the results folder that overrides name, or the default."""
     named = [item.partition("=")[2] for item in overrides if _key(item) == "results_dir"]
@@ -158,7 +172,12 @@ def _key(item: str) -> str:
 
 
 def _free(item: str) -> str:
-    """Let a family's arguments be set like any other key, though the schema does not know their names."""
+    """Let a family's arguments be set like any other key, though the schema does not know their names.
+
+    The paper's settings are a group that every experiment has; that they are added on top is what +paper=NAME says.
+    """
+    if item.startswith("+paper="):
+        return item[1:]
     return "++" + item if item.startswith(("model.family_args.", "model.family_args=")) else item
 
 

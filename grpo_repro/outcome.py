@@ -23,6 +23,8 @@ class Outcome:
         failures: Message of each cell that failed, by id.
         error: Message that stopped the whole plan, if one did.
         plan: Label, state and estimate of each cell, for a dry run.
+        device: What the plan's time and memory are of, in words.
+        on_gpu: Whether that is a GPU.
     """
 
     experiment: str
@@ -33,6 +35,8 @@ class Outcome:
     failures: dict[str, str] = field(default_factory=dict)
     error: str | None = None
     plan: list[dict[str, Any]] = field(default_factory=list)
+    device: str = ""
+    on_gpu: bool = False
 
 
 def merge(outcomes: Sequence[Outcome]) -> Outcome:
@@ -45,7 +49,7 @@ def merge(outcomes: Sequence[Outcome]) -> Outcome:
         The joint outcome.
     """
     first = outcomes[0]
-    joint = Outcome(first.experiment, first.results_dir)
+    joint = Outcome(first.experiment, first.results_dir, device=first.device, on_gpu=first.on_gpu)
     for outcome in outcomes:
         fresh = [cell for cell in outcome.cells if cell not in joint.cells]
         joint.cells += fresh

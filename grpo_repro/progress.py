@@ -35,7 +35,16 @@ def cost(estimates: Sequence[Estimate]) -> str:
     seconds = sum(estimate.seconds for estimate in estimates)
     memory = max((estimate.memory_bytes for estimate in estimates), default=0)
     sampled = f"{completions:,} completions, {tokens:,} tokens, " if completions else ""
-    return f"{sampled}about {duration(seconds)}, {memory / 2**30:.2g} GiB of memory"
+    return f"{sampled}about {duration(seconds)}, {gib(memory)} GiB of memory"
+
+
+def gib(size: int) -> str:
+    """Return bytes in GiB, two digits or all before the point.
+
+    >>> gib(2**29), gib(2**30 * 1234)
+    ('0.5', '1,234')
+    """
+    return f"{size / 2**30:.2g}" if size < 99.5 * 2**30 else f"{size / 2**30:,.0f}"
 
 
 def duration(seconds: float) -> str:
@@ -48,7 +57,7 @@ def duration(seconds: float) -> str:
         return f"{seconds:.0f} s"
     if seconds < 5400:
         return f"{seconds / 60:.0f} min"
-    return f"{seconds / 3600:.1f} h"
+    return f"{seconds / 3600:,.1f} h"
 
 
 class Reporter:

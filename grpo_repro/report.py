@@ -45,7 +45,7 @@ def as_dict(outcome: Outcome) -> dict[str, Any]:
         "results_dir": outcome.results_dir,
     }
     if outcome.plan:
-        found["plan"] = outcome.plan
+        found |= {"device": outcome.device, "plan": outcome.plan}
     module = importlib.import_module(EXPERIMENTS[outcome.experiment])
     if outcome.rows and hasattr(module, "details"):
         found |= module.details(_rows(outcome))
@@ -73,7 +73,7 @@ def _print(renderable: Any) -> None:
 def _plan_table(outcome: Outcome) -> Any:
     from rich.table import Table
 
-    from grpo_repro.progress import cost, duration
+    from grpo_repro.progress import cost, duration, gib
     from grpo_repro.results import Estimate
 
     names = ("completions", "tokens", "seconds", "memory_bytes")
@@ -90,11 +90,26 @@ def _plan_table(outcome: Outcome) -> Any:
             f"{entry['completions']:,}",
             f"{entry['tokens']:,}",
             duration(entry["seconds"]),
-            f"{entry['memory_bytes'] / 2**30:.2g}",
+            gib(entry["memory_bytes"]),
         )
     to_run = [Estimate(*(entry[name] for name in names)) for entry in outcome.plan if not entry["finished"]]
-    table.caption = f"to run: {len(to_run)} of {len(outcome.plan)} cells, {cost(to_run)}"
+    hours = sum(estimate.seconds for estimate in to_run) / 3600
+    lines = [f"to run: {len(to_run)} of {len(outcome.plan)} cells, {cost(to_run)}"]
+    if outcome.on_gpu:
+        lines.append(f"{hours:,.{0 if hours >= 100 else 2}f} GPU hours, cells one after the other or on a GPU each")
+    table.caption = "\n".join([*lines, *_assumptions(outcome)])
     return table
+
+
+def _assumptions(outcome: Outcome) -> list[str]:
+    """What a plan's time and memory rest on: the device, the parts of the largest cell, sizes and lengths."""
+    largest = max(outcome.plan, key=lambda entry: entry["memory_bytes"])
+    lines = [f"device: {outcome.device}"]
+    parts = sorted(largest["parts"].items(), key=lambda item: -item[1])
+    if parts:
+        listed = ", ".join(f"{name} {size / 2**30:.3g}" for name, size in parts if size)
+        lines.append(f"memory of {largest['label']} (GiB): {listed}")
+    return lines + list(dict.fromkeys(note for entry in outcome.plan for note in entry["notes"]))
 
 
 def _summary(outcome: Outcome) -> Any:

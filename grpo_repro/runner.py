@@ -13,8 +13,10 @@ import pandas as pd
 import pyarrow.parquet as pq
 
 from grpo_repro.errors import ResultsError, UserError
+from grpo_repro.fit import check_fit
 from grpo_repro.locks import cell_lock, clean_up
-from grpo_repro.manifest import build_manifest, total_memory
+from grpo_repro.machine import Machine, machine_for
+from grpo_repro.manifest import build_manifest
 from grpo_repro.outcome import BAD_CONFIGURATION, FAILED, INTERRUPTED, Outcome
 from grpo_repro.progress import Reporter, describe
 from grpo_repro.results import (
@@ -31,17 +33,6 @@ from grpo_repro.results import (
 from grpo_repro.reuse import adopt
 
 SECONDS_BETWEEN_CLOCKS = 30.0
-MEMORY_KEYS = (
-    "group_sizes",
-    "completions_per_prompt",
-    "replicates",
-    "micro_batch",
-    "max_new_tokens",
-    "gradient_memory_gib",
-    "budget",
-    "prompt_pool",
-)
-"""Keys of a cell that its memory grows with."""
 
 
 @runtime_checkable
@@ -58,8 +49,8 @@ class Experiment(Protocol):
     def run(self, cell: Cell, workdir: Path, progress: Progress) -> tuple[pd.DataFrame, dict[str, Any]]:
         """Measure a cell; partial state goes to `workdir`."""
 
-    def estimate(self, cell: Cell) -> Estimate:
-        """Return what a cell will cost."""
+    def estimate(self, cell: Cell, machine: Machine) -> Estimate:
+        """Return what a cell will cost on a machine."""
 
     def summary(self, rows: pd.DataFrame) -> Any:
         """Return a short table that rich can print."""
@@ -68,16 +59,24 @@ class Experiment(Protocol):
 def dry_run(module: Experiment, experiment: str, config: Any) -> Outcome:
     """Say what a plan would cost, and write nothing.
 
+    Returns:
+        The outcome with its plan; with an error and status 2 if what is to run does not fit into memory.
+
     Raises:
         UserError: If the configuration cannot be planned.
     """
-    outcome = Outcome(experiment, config.results_dir)
+    machine = machine_for(config, planning=True)
+    outcome = Outcome(experiment, config.results_dir, device=machine.describe(), on_gpu=machine.on_gpu)
     for cell in module.plan(config):
         outcome.cells.append(cell.id)
         finished = is_finished(config.results_dir, cell)
-        outcome.plan.append(
-            {"cell": cell.id, "label": cell.label, "finished": finished, **asdict(module.estimate(cell))}
-        )
+        estimate = module.estimate(cell, machine)
+        outcome.plan.append({"cell": cell.id, "label": cell.label, "finished": finished, **asdict(estimate)})
+        try:
+            if not finished:
+                check_fit(cell, estimate, machine)
+        except UserError as error:
+            outcome.status, outcome.error = BAD_CONFIGURATION, outcome.error or str(error)
     return outcome
 
 
@@ -105,9 +104,10 @@ def run_plan(module: Experiment, experiment: str, config: Any, reporter: Reporte
     clean_up(folder)
     todo = [cell for cell in cells if not _checked(cell, outcome, reporter)]
     todo = [cell for cell in todo if cell.id not in outcome.failures]
-    estimates = [module.estimate(cell) for cell in todo]
+    machine = machine_for(config)
+    estimates = [module.estimate(cell, machine) for cell in todo]
     for cell, estimate in zip(todo, estimates, strict=True):
-        _fits(cell, estimate)
+        check_fit(cell, estimate, machine)
     reporter.say(describe(experiment, len(cells) - len(outcome.failures), estimates, folder))
     try:
         with reporter:
@@ -135,32 +135,6 @@ def _judge(module: Experiment, results_dir: str, finished: list[Cell], outcome: 
         outcome.failures[cell] = message
         outcome.status = max(outcome.status, FAILED)
         reporter.say(message, error=True)
-
-
-def _fits(cell: Cell, estimate: Estimate) -> None:
-    """Refuse a cell that this machine cannot hold; the memory of a GPU is not known here.
-
-    Raises:
-        UserError: If its estimated memory exceeds all of the machine's.
-    """
-    memory = total_memory()
-    if memory is None or estimate.memory_bytes <= memory or _on_gpu(cell.config.get("device", "cpu")):
-        return
-    keys = [key for key in MEMORY_KEYS if key in cell.config]
-    if "iterations" not in cell.config:
-        keys.append("task.num_questions")
-    raise UserError(
-        f"{cell.label} needs about {estimate.memory_bytes / 2**30:,.3g} GiB of memory and this machine has "
-        f"{memory / 2**30:.3g}; lower {', '.join(keys)} or take a smaller model"
-    )
-
-
-def _on_gpu(device: str) -> bool:
-    if device == "auto":
-        import torch
-
-        return torch.cuda.is_available()
-    return device.startswith("cuda")
 
 
 def _checked(cell: Cell, outcome: Outcome, reporter: Reporter) -> bool:

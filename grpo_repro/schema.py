@@ -150,7 +150,8 @@ class MseEvalConfig:
     """Figure 4: the mean squared error of each estimator against the group size.
 
     Attributes:
-        model: The policy; None means the three bundled ones.
+        model: The policy; None means each of `models`.
+        models: Policies, by their names in `conf/model`, run when no model is named; null is the three bundled.
         task: The questions.
         estimators: Names of the estimators.
         methods: `exact`, `components` (one pool per prompt), `monte_carlo` (independent replicates).
@@ -169,12 +170,16 @@ class MseEvalConfig:
         gradient_memory_gib: Memory that per-sample gradients may take.
         results_dir: Folder of the results.
         threads: Threads of torch; None takes one for a model of less than 5 M parameters, else torch's default.
+        assumed_gpu: GPU that a dry run speaks of where there is none, a name of `machine.GPUS`; null is the CPU then.
+        device_memory_gib: Memory of the device in the place of what is detected or known of it.
+        utilization: Share of a GPU's peak rate that estimates of time assume.
         dry_run: Print the plan and its estimated cost, run nothing.
     """
 
     tabular_family: ClassVar[tuple[str, dict[str, Any]]] = ("constant-norm", {})
 
     model: ModelConfig | None = None
+    models: list[str] | None = None
     task: TaskConfig = field(default_factory=TaskConfig)
     estimators: list[str] = field(default_factory=lambda: list(ESTIMATORS))
     methods: list[str] = field(default_factory=lambda: ["components", "monte_carlo"])
@@ -193,6 +198,9 @@ class MseEvalConfig:
     gradient_memory_gib: float = 2.0
     results_dir: str = "results"
     threads: int | None = None
+    assumed_gpu: str | None = None
+    device_memory_gib: float | None = None
+    utilization: float = 0.25
     dry_run: bool = False
 
 
@@ -248,6 +256,9 @@ class TrainingConfig:
         threads: Threads of torch; null takes one for a model of less than 5 M parameters, else torch's default.
         save_seconds: Longest time of work that a kill may cost, plus one iteration; a state that takes long to write is
             saved more seldom, so that this takes 5% of the time at most; 0 saves after every iteration.
+        assumed_gpu: GPU that a dry run speaks of where there is none, a name of `machine.GPUS`; null is the CPU then.
+        device_memory_gib: Memory of the device in the place of what is detected or known of it.
+        utilization: Share of a GPU's peak rate that estimates of time assume.
         dry_run: Print the plan and its estimated cost, run nothing.
     """
 
@@ -291,6 +302,9 @@ class TrainingConfig:
     results_dir: str = "results"
     threads: int | None = None
     save_seconds: float = 30.0
+    assumed_gpu: str | None = None
+    device_memory_gib: float | None = None
+    utilization: float = 0.25
     dry_run: bool = False
 
 

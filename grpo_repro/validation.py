@@ -11,6 +11,7 @@ from dataclasses import MISSING, fields
 from typing import Any
 
 from grpo_repro.errors import UserError
+from grpo_repro.machine import GPUS
 from grpo_repro.sampler_schema import VllmConfig
 from grpo_repro.schema import (
     ESTIMATORS,
@@ -99,6 +100,7 @@ def _with_policy(config: MseEvalConfig | TrainingConfig) -> None:
     validate_task(config.task)
     if config.model is None and config.task.name in WORDED_TASKS:
         raise UserError(f"task={config.task.name} needs a model that reads English; use model=hf model.path=DIR")
+    _device(config)
     if config.model is not None:
         validate_model(config.model)
         fit(config.model, config.task)
@@ -113,10 +115,22 @@ def _with_policy(config: MseEvalConfig | TrainingConfig) -> None:
         validate_training(config)
 
 
+def _device(config: MseEvalConfig | TrainingConfig) -> None:
+    """Check what a plan's time and memory are reckoned with."""
+    if config.assumed_gpu is not None:
+        check_name("assumed_gpu", config.assumed_gpu, list(GPUS))
+    if config.device_memory_gib is not None and not 0 < config.device_memory_gib <= 10**5:
+        raise UserError(f"device_memory_gib={config.device_memory_gib} is not between 0 and 100000; null detects it")
+    if not 0 < config.utilization <= 1:
+        raise UserError(f"utilization={config.utilization} is not between 0 and 1; use 0.25")
+
+
 def _mse_eval(config: MseEvalConfig) -> None:
     from grpo_repro.model_validation import score_params
 
     score_params(config)
+    if config.models is not None:
+        check_names("models", config.models, ["a name in conf/model"] if not config.models else config.models)
     check_names("methods", config.methods, METHODS)
     if config.model is None and (config.task.name == "bandit" or "exact" in config.methods):
         what = "task=bandit" if config.task.name == "bandit" else "methods=[exact]"

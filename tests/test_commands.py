@@ -10,7 +10,8 @@ import pytest
 from house import message
 
 from grpo_repro import config as schema
-from grpo_repro import data_cli, doctor
+from grpo_repro import data_cli, doctor, doctor_paper
+from grpo_repro.doctor_check import Check
 from grpo_repro.errors import UserError
 
 # -- the other commands
@@ -111,6 +112,25 @@ def test_model_commands(grpo):
     assert grpo("model", "build", "base", "--seed", "9" * 20).returncode == 2
 
 
+def test_the_doctor_says_what_each_of_the_papers_runs_lacks(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path))
+    monkeypatch.setattr(doctor_paper, "_has_model", lambda name: name == "qwen2.5-1.5b-instruct")
+
+    def lacks(**state):
+        found = [Check(name.replace("_", "-"), ok, "", needed=False) for name, ok in state.items()]
+        return {check.name.partition("=")[2]: check.detail for check in doctor_paper.summary(found)}
+
+    here = {"gpu": True, "datasets": True, "math_verify": True}
+    assert lacks(hub=True, **here) == dict.fromkeys(("fig4", "fig5", "table2"), "ready")
+    assert lacks(hub=True, **here | {"math_verify": False})["table2"] == "lacks math-verify"
+    assert lacks(hub=True, **here | {"datasets": False})["fig5"] == "lacks the package datasets"
+    alone = lacks(hub=False, **here | {"gpu": False})
+    assert alone["fig4"] == "lacks a GPU, the model qwen2.5-0.5b, the model qwen2.5-0.5b-instruct"
+    assert alone["fig5"] == "lacks a GPU, the data of gsm8k"
+    (tmp_path / "openai___gsm8k").mkdir()
+    assert lacks(hub=False, **here)["fig5"] == "ready"
+
+
 def test_doctor_reports_every_check(grpo):
     run = grpo("doctor", "--json")
     found = json.loads(run.stdout)
@@ -119,6 +139,10 @@ def test_doctor_reports_every_check(grpo):
     for name in ("python", "torch", "transformers", "conf", "results folder", "disk", "matplotlib"):
         assert checks[name]["ok"], checks[name]
     assert {"bundled models", "launchers", "vllm", "hub"} <= set(checks)
+    parts = {"gpu", "datasets", "paper's data", "paper's models", "space for models"}
+    runs = {"+paper=fig4", "+paper=fig5", "+paper=table2"}
+    assert parts | runs <= set(checks)
+    assert not any(checks[name]["needed"] for name in parts | runs)
     (grpo.folder / "broken").symlink_to("nowhere")
     for folder in ("/proc/results", "broken"):
         assert not doctor._writable(Path(folder) if folder[0] == "/" else grpo.folder / folder).ok

@@ -91,7 +91,7 @@ def test_the_runner_takes_over_what_is_there(tmp_path, capsys):
             Module.ran += 1
             return ROWS.assign(seed=cell.config["seed"]), {}
 
-        def estimate(self, cell):
+        def estimate(self, cell, machine):
             return results.Estimate(1, 1, 1.0, 1)
 
         def summary(self, rows):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -110,16 +111,21 @@ def test_something_else_in_place_of_partial_work_is_one_message(settings):
     assert path.read_text() == ""
 
 
-def test_a_plan_that_memory_cannot_hold_is_refused(settings, monkeypatch, log):
-    monkeypatch.setattr(runner, "total_memory", lambda: 2**28)
-    on_cpu = replace(settings, device="cpu")
-    with pytest.raises(UserError, match=r"bundled-base seed 0 needs about 0\.5 GiB .* has 0\.25; lower .*micro_batch"):
-        go(on_cpu)
-    assert len(runner.dry_run(fake_experiment, "mse-eval", on_cpu).plan) == 3
+def test_a_plan_that_memory_cannot_hold_is_refused(settings, log):
+    settings = replace(settings, device="cpu", device_memory_gib=0.25)
+    words = r"bundled-base seed 0 needs about 0\.5 GiB .* has 0\.25; lower .*micro_batch"
+    with pytest.raises(UserError, match=words):
+        go(settings)
+    # A dry run refuses the same, and shows the plan.
+    planned = runner.dry_run(fake_experiment, "mse-eval", settings)
+    assert (len(planned.plan), planned.status) == (3, 2)
+    assert re.search(words, planned.error)
     assert log.read_text() == ""
-    assert go(replace(settings, device="cuda")).status == 0
-    monkeypatch.setattr(runner, "total_memory", lambda: None)
-    assert go(on_cpu).status == 0
+    assumed = runner.dry_run(fake_experiment, "mse-eval", replace(settings, device="auto", assumed_gpu="H100"))
+    assert planned.error.replace("this machine", "H100") == assumed.error
+    enough = replace(settings, device_memory_gib=0.6)
+    assert runner.dry_run(fake_experiment, "mse-eval", enough).error is None
+    assert go(enough).status == 0
 
 
 def test_what_is_wrong_with_a_model_is_said_once(settings, monkeypatch, capsys):

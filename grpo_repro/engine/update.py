@@ -275,11 +275,15 @@ class Learner:
                 parameter.requires_grad_(False)
 
     def state(self) -> dict[str, Tensor]:
-        """What is trained (of a policy with adapters, these alone) and the optimiser's averages, by name."""
-        found = {f"weights/{name}": parameter.detach().clone() for name, parameter in self.parameters.items()}
+        """What is trained (of a policy with adapters, these alone) and the optimiser's averages, by name.
+
+        They lie in the processor's memory, for a GPU's is full of them.
+        """
+        copied = {name: parameter.detach().to("cpu", copy=True) for name, parameter in self.parameters.items()}
+        found = {f"weights/{name}": parameter for name, parameter in copied.items()}
         for name, parameter in self.parameters.items():
             for key, value in self.optimizer.state.get(parameter, {}).items():
-                found[f"{key}/{name}"] = torch.as_tensor(value).detach().clone()
+                found[f"{key}/{name}"] = torch.as_tensor(value).detach().to("cpu", copy=True)
         return found
 
     def restore(self, state: Mapping[str, Tensor]) -> None:

@@ -21,8 +21,10 @@ import pandas as pd
 
 from grpo_repro.cells import Cell, Estimate, Progress
 from grpo_repro.config import BUNDLED_MODELS, ModelConfig, MseEvalConfig, TaskConfig, load_choice
-from grpo_repro.errors import UserError
+from grpo_repro.errors import NotHere, UserError
+from grpo_repro.machine import CPU, Machine
 from grpo_repro.sampler_options import stated
+from grpo_repro.sizes import stated_task
 
 MAX_GROUPS = 100
 """Most groups of prompts in the jackknife of c1 and G*: each holds one gradient in memory."""
@@ -44,9 +46,16 @@ def plan(config: MseEvalConfig) -> list[Cell]:
     """
     from grpo_repro.fingerprint import task_fingerprint
 
-    task, data = task_fingerprint(config.task)
+    data: dict[str, str] = {}
+    try:
+        task, data = task_fingerprint(config.task)
+    except NotHere:
+        if not config.dry_run:
+            raise
+        task = stated_task(config.task)
     config = replace(config, task=task)
-    models = [named(config.model)] if config.model else [load_choice("model", name) for name in BUNDLED_MODELS]
+    names = config.models or BUNDLED_MODELS
+    models = [named(config.model)] if config.model else [load_choice("model", name) for name in names]
     return [
         _cell(config, model, seed, method, data)
         for model in models
@@ -124,8 +133,8 @@ def run(cell: Cell, workdir: Path, progress: Progress) -> tuple[pd.DataFrame, di
     return language_mse.run(cell, workdir, progress)
 
 
-def estimate(cell: Cell) -> Estimate:
-    """Say what a cell will cost, without loading weights.
+def estimate(cell: Cell, machine: Machine = CPU) -> Estimate:
+    """Say what a cell will cost on a machine, without loading weights.
 
     Completions are exact, tokens an upper bound (every completion at its longest). Time and memory follow the stated
     model of `language_mse.estimate`.
@@ -137,7 +146,7 @@ def estimate(cell: Cell) -> Estimate:
         return Estimate(count, count, 1.0 + 2e-6 * count, 200_000_000 + 200 * at_once)
     from grpo_repro.experiments import language_mse
 
-    return language_mse.estimate(cell)
+    return language_mse.estimate(cell, machine)
 
 
 def completions(config: dict[str, Any]) -> int:

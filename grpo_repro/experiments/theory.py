@@ -16,6 +16,7 @@ import pandas as pd
 
 import grpo_repro
 from grpo_repro.cells import Cell, Estimate, Progress
+from grpo_repro.machine import CPU, Machine
 from grpo_repro.schema import TheoryConfig
 from grpo_repro.theory.catalog import CHECKS
 
@@ -74,7 +75,7 @@ def run(cell: Cell, workdir: Path, progress: Progress) -> tuple[pd.DataFrame, di
     return to_frame(config["check"], report, config["seed"], config["confidence"]), {"dtype": "float64"}
 
 
-def estimate(cell: Cell) -> Estimate:
+def estimate(cell: Cell, machine: Machine = CPU) -> Estimate:
     """The time that the check took on one core of a laptop, scaled to the number of runs."""
     entry = CHECKS[cell.config["check"]]
     share = max(1.0, cell.config.get("runs", RUNS) / RUNS)

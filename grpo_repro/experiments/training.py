@@ -16,9 +16,12 @@ import pandas as pd
 from grpo_repro.algorithm2 import Options
 from grpo_repro.cells import Cell, Estimate, Progress
 from grpo_repro.config import SCHEMAS, ModelConfig
+from grpo_repro.errors import NotHere
 from grpo_repro.experiments.mse_eval import named
+from grpo_repro.machine import CPU, Machine
 from grpo_repro.sampler_options import stated
 from grpo_repro.schema import TrainingConfig
+from grpo_repro.sizes import stated_task
 from grpo_repro.training_validation import budgets, clip_norm, optimizer, seeds
 
 SHARE_CELLS = ("group-size", "iterations", "budget")
@@ -54,14 +57,10 @@ def plan(config: TrainingConfig) -> list[Cell]:
         check(model)
         model, state = replace(model, name=_tabular_name(model)), {}
     else:
-        from grpo_repro.experiments.training_questions import training_task
-        from grpo_repro.fingerprint import model_fingerprint, task_fingerprint
+        from grpo_repro.fingerprint import model_fingerprint
 
-        # Too large a pool is told before anything runs.
-        trained_on = training_task(config.task, config.prompt_pool or LANGUAGE_POOL)
-        task, data = task_fingerprint(config.task)
-        config = replace(config, task=task)
-        state = {"weights": model_fingerprint(model)} | {key: f"{trained_on.data_hash}-{x}" for key, x in data.items()}
+        config, data = _with_data(config)
+        state = {"weights": model_fingerprint(model), **data}
     return [
         _cell(config, model, {"seed": seed, "budget": budget, "estimator": estimator, "group_size": group} | state)
         for seed in seeds(config)
@@ -69,6 +68,26 @@ def plan(config: TrainingConfig) -> list[Cell]:
         for estimator in config.estimators
         for group in config.group_sizes
     ]
+
+
+def _with_data(config: TrainingConfig) -> tuple[TrainingConfig, dict[str, str]]:
+    """The configuration with its number of test questions, and the identity of the data.
+
+    Raises:
+        UserError: If the data cannot be read; but a dry run goes on without data that are not here.
+    """
+    from grpo_repro.experiments.training_questions import training_task
+    from grpo_repro.fingerprint import task_fingerprint
+
+    try:
+        # Too large a pool is told before anything runs.
+        trained_on = training_task(config.task, config.prompt_pool or LANGUAGE_POOL)
+        task, data = task_fingerprint(config.task)
+    except NotHere:
+        if not config.dry_run:
+            raise
+        return replace(config, task=stated_task(config.task)), {}
+    return replace(config, task=task), {key: f"{trained_on.data_hash}-{value}" for key, value in data.items()}
 
 
 def _tabular_name(model: ModelConfig) -> str:
@@ -135,15 +154,15 @@ def run(cell: Cell, workdir: Path, progress: Progress) -> tuple[pd.DataFrame, di
     return language_train.run(cell, workdir, progress)
 
 
-def estimate(cell: Cell) -> Estimate:
-    """Say what a cell will cost, without loading weights, from the stated model of the module that runs it."""
+def estimate(cell: Cell, machine: Machine = CPU) -> Estimate:
+    """Say what a cell will cost on a machine, without loading weights, from the model of the module that runs it."""
     if cell.config["model"]["kind"] == "tabular":
         from grpo_repro.experiments import tabular_train
 
         return tabular_train.estimate(cell)
     from grpo_repro.experiments import language_cost
 
-    return language_cost.estimate(cell)
+    return language_cost.estimate(cell, machine)
 
 
 def summary(rows: pd.DataFrame) -> Any:

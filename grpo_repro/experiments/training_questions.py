@@ -9,7 +9,7 @@ import numpy as np
 
 from grpo_repro.cells import cell_rng
 from grpo_repro.config import TaskConfig
-from grpo_repro.errors import UserError
+from grpo_repro.errors import NotHere, UserError
 from grpo_repro.tasks import load_task
 
 
@@ -21,10 +21,13 @@ def training_task(test: TaskConfig, pool: int) -> Any:
         pool: Number M of training questions.
 
     Raises:
+        NotHere: If the data are not on this machine.
         UserError: If the task has not as many.
     """
     try:
         return load_task(replace(test, split="train", num_questions=pool))
+    except NotHere:
+        raise
     except UserError as error:
         raise UserError(f"prompt_pool={pool}: {error}") from error
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from grpo_repro.errors import UserError
+from grpo_repro.errors import NotHere, UserError
 from grpo_repro.network import reachable, take_the_cache
 from grpo_repro.tasks.records import Record
 
@@ -19,7 +19,7 @@ def read(task_config: Any) -> dict[str, list[Record]]:
         Records of `train` and `test`.
 
     Raises:
-        UserError: If the `datasets` package or the network is missing; the message names the other way, `task.path`.
+        NotHere: If the `datasets` package or the network is missing; the message names the other way, `task.path`.
     """
     name = task_config.name
     other = f"or give the files: task.path=DIR with train and test of {name} (JSON lines, JSON or parquet)"
@@ -28,7 +28,7 @@ def read(task_config: Any) -> dict[str, list[Record]]:
     try:
         import datasets
     except ImportError as error:
-        raise UserError(
+        raise NotHere(
             f"task.path is not set, and reading {task_config.hub} from the hub needs the package datasets; "
             f"pip install 'grpo-repro[data]', {other}"
         ) from error
@@ -40,7 +40,7 @@ def read(task_config: Any) -> dict[str, list[Record]]:
         splits = {split: found[split].to_list() for split in ("train", "test")}
     except Exception as error:  # datasets, huggingface_hub, httpx and pyarrow each have their own
         reason = (str(error).strip().splitlines() or ["no message"])[0]
-        raise UserError(
+        raise NotHere(
             f"task.path is not set, and {task_config.hub} could not be read from the hub ({type(error).__name__}: "
             f"{reason[:160]}); connect to the network, {other}"
         ) from error

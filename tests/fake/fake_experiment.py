@@ -30,7 +30,7 @@ def plan(config):
     return cells
 
 
-def estimate(cell):
+def estimate(cell, machine):
     return Estimate(completions=100, tokens=800, seconds=2.0, memory_bytes=2**29)
 
 
