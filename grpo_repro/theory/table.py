@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+
 import pandas as pd
 from rich.box import SIMPLE
-from rich.console import Group
+from rich.console import Console, ConsoleOptions, Group, RenderableType
+from rich.measure import Measurement
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -12,6 +17,8 @@ from grpo_repro.theory.catalog import CHECKS
 from grpo_repro.theory.finding import AT_LEAST, AT_MOST, EQUAL, REPORTED, Finding
 from grpo_repro.theory.rows import from_frame
 
+WIDE = 150
+"""Columns of a terminal from which the table is readable."""
 SIGNS = {EQUAL: "", AT_MOST: "<= ", AT_LEAST: ">= ", REPORTED: ""}
 
 
@@ -37,7 +44,33 @@ def table(rows: pd.DataFrame) -> Group:
             shown.add_row(
                 Text(name), *(Text(cell) for cell in _cells(finding)), end_section=finding is report.findings[-1]
             )
-    return Group(shown, _last_line([finding for report in reports.values() for finding in report.findings], rows))
+    lines = [f"{check}: {in_words(x)}" for (check, _), report in reports.items() for x in report.findings]
+    return Group(
+        _Fitting(shown, lines),
+        _last_line([finding for report in reports.values() for finding in report.findings], rows),
+    )
+
+
+def in_words(finding: Finding) -> str:
+    """One finding as a sentence, for captions and narrow terminals."""
+    statement, setting, predicted, observed, margin, verdict = _cells(finding)
+    verdict = "reported" if finding.rule == REPORTED else verdict
+    held = "reference" if finding.rule == REPORTED else "predicted"
+    return f"{statement} ({setting}): {held} {predicted}, observed {observed}{' ' * bool(margin)}{margin}: {verdict}."
+
+
+@dataclass(frozen=True)
+class _Fitting:
+    """A table where there is room for it, else its lines as sentences."""
+
+    table: Table
+    lines: list[str]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        yield self.table if options.max_width >= WIDE else Group(*(Padding(Text(x), (0, 0, 1, 0)) for x in self.lines))
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        return Measurement.get(console, options, self.table)
 
 
 def _cells(finding: Finding) -> tuple[str, str, str, str, str, str]:
