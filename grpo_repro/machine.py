@@ -6,8 +6,6 @@ import os
 from dataclasses import dataclass, replace
 from typing import Any
 
-from grpo_repro.manifest import total_memory
-
 CPU_THREAD_FLOPS = 3e10
 """Flops per second that one CPU thread reaches in float32 on the matrices of a small model, as measured."""
 
@@ -115,6 +113,8 @@ def _device(config: Any, planning: bool) -> Machine:
 
 def cpu() -> Machine:
     """This machine's processor."""
+    from grpo_repro.manifest import total_memory  # which imports pandas; the names of GPUs alone are quick
+
     return Machine(f"CPU ({os.cpu_count()} cores)", memory_bytes=total_memory())
 
 

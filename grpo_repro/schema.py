@@ -151,8 +151,8 @@ class MseEvalConfig:
 
     Attributes:
         model: The policy; None means each of `models`.
-        models: Policies, by their names in `conf/model`, run when no model is named; null is the three bundled.
         task: The questions.
+        models: Policies, by their names in `conf/model`, run when no model is named; null is the three bundled.
         estimators: Names of the estimators.
         methods: `exact`, `components` (one pool per prompt), `monte_carlo` (independent replicates).
         group_sizes: Numbers G of completions per prompt.
@@ -179,8 +179,8 @@ class MseEvalConfig:
     tabular_family: ClassVar[tuple[str, dict[str, Any]]] = ("constant-norm", {})
 
     model: ModelConfig | None = None
-    models: list[str] | None = None
     task: TaskConfig = field(default_factory=TaskConfig)
+    models: list[str] | None = None
     estimators: list[str] = field(default_factory=lambda: list(ESTIMATORS))
     methods: list[str] = field(default_factory=lambda: ["components", "monte_carlo"])
     group_sizes: list[int] = field(default_factory=lambda: [4, 8, 16, 32, 64])
