@@ -8,7 +8,7 @@ feed-forward width I, vocabulary V, L layers, H heads, and a context of C tokens
     activations  L (w (14 h + 4 k + 4 I) + 16 H C) for each token that a backward pass goes through; with gradient
                  checkpointing L w h, and one layer in full
     logits       16 V for each of these tokens; 40 V for each row that a token is sampled for
-    self-check   48 T, before there are gradients and an optimiser
+    self-check   20 T, before there are gradients and an optimiser
     saved state  the trained weights and the optimiser's averages twice, in the memory of the processor
 
 Time: 2 P flops for each token sampled or only run forward and 6 P for each token trained on, over the device's rate,
@@ -27,8 +27,8 @@ BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 BASE = {False: 500_000_000, True: 1_000_000_000}
 """Bytes that torch and its libraries take by themselves on a CPU, and on a GPU."""
 
-SELF_CHECK = 48
-"""Bytes for each parameter in `engine.check`: gradients of four completions, three sums, and two copies in float64."""
+SELF_CHECK = 20
+"""Bytes for each parameter in `engine.check`: two gradients, their sum, and those of the engine that it compares."""
 
 SHORT = 16
 """Completions of at most so many tokens repeat: n^0.7 of n are distinct, and equal ones are computed once."""
