@@ -141,7 +141,10 @@ def test_a_plan_needs_neither_the_model_nor_the_data(grpo):
 
 
 def test_a_plan_that_cannot_fit_is_shown_and_refused(grpo):
-    run = grpo("sweep", "budget", "+paper=table2", "--dry-run", "device_memory_gib=80", HF_HOME="nowhere")
+    every_weight = ("model.lora.rank=null", "gradient_checkpointing=false", "learning_rate=1e-6", "micro_batch=1")
+    run = grpo(
+        "sweep", "budget", "+paper=table2", "--dry-run", "device_memory_gib=80", *every_weight, HF_HOME="nowhere"
+    )  # fmt: skip
     assert run.returncode == 2
     assert "18 of 18 cells" in run.stdout and "qwen2.5-math-7b N=4096 G=128 seed 0" in run.stdout
     assert "GPU hours" in run.stdout
