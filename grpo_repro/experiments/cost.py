@@ -12,7 +12,7 @@ feed-forward width I, vocabulary V, L layers, H heads, and a context of C tokens
     saved state  the trained weights and the optimiser's averages twice, in the memory of the processor
 
 Time: 2 P flops for each token sampled or only run forward and 6 P for each token trained on, over the device's rate,
-`Machine.flops`; attention's own flops are left out. `tests/test_cost.py` holds both against measurements.
+`Machine.flops`; attention's own flops are left out. `benchmarks/measured_cost.py` holds both against measurements.
 """
 
 from __future__ import annotations

@@ -1,10 +1,17 @@
-"""Run one cell of a random model in a process of its own, and print its predicted and measured memory and time."""
+"""Predicted over measured memory and time of six cells of random models, each in a process of its own.
+
+python -m benchmarks.measured_cost [CASE]
+
+Memory should be within a factor of two. So should time, once divided by the ratio of `weights` (training) or of
+`components` (scores), which is the speed of this CPU.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import hashlib
 import json
+import subprocess
 import sys
 import tempfile
 import time
@@ -88,5 +95,17 @@ def measure(name: str) -> dict[str, float]:
     }
 
 
+def main(names: list[str]) -> None:
+    """Measure one case and print it as JSON, or all and print their ratios."""
+    if names:
+        print(json.dumps(measure(names[0])))
+        return
+    for name in CASES:
+        command = [sys.executable, "-m", "benchmarks.measured_cost", name]
+        found = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[-1])
+        memory, seconds = (found[f"predicted_{what}"] / found[f"measured_{what}"] for what in ("bytes", "seconds"))
+        print(f"{name}: memory {memory:.2f}, time {seconds:.2f} of what is measured", flush=True)
+
+
 if __name__ == "__main__":
-    print(json.dumps(measure(sys.argv[1])))
+    main(sys.argv[1:])
