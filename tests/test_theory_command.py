@@ -133,7 +133,10 @@ def test_figures_show_the_points(outcome, tmp_path):
     np.testing.assert_array_equal(line.get_xydata(), [[2, 0.5], [4, 0.25]])
     np.testing.assert_array_equal(points.lines[0].get_xydata(), [[2, 1.0], [4, 0.5]])
     np.testing.assert_array_equal([s[:, 1] for s in points.lines[2][0].get_segments()], [[0.5, 1.5], [0.25, 0.75]])
-    assert "the rate is 2 (anywhere): FAILS." in figures.draw(rows, "lemma-1").get_label()
+    assert (
+        "the rate is 2 (anywhere): predicted 2, observed 3 [2.5, 3.5]: FAILS."
+        in figures.draw(rows, "lemma-1").get_label()
+    )
     assert [path.name for path in draw(["theory"], tmp_path, tmp_path / "out", "png")] == ["theory-lemma-1.png"]
     other = rows.assign(cell_id="0" * 12)
     assert "FAILS" in figures.draw(pd.concat([other, rows]), "lemma-1").get_label()  # that of this version

@@ -25,7 +25,7 @@ from grpo_repro.engine.sample import Rollout
 from grpo_repro.errors import UserError
 from grpo_repro.experiments.grading import OUTCOME_METRICS, Tally, grade
 from grpo_repro.experiments.mse_eval import plan, settings
-from grpo_repro.fingerprint import task_settings
+from grpo_repro.fingerprint import model_settings, task_settings
 from grpo_repro.policies.causal_lm import CausalLM
 from grpo_repro.rewards import Verdict
 from grpo_repro.schema import ModelConfig, MseEvalConfig, TaskConfig
@@ -352,7 +352,7 @@ def test_errors_and_unreadable_golds_are_not_paid_and_not_wrong(tmp_path, monkey
 def test_prompts_hold_the_instruction_of_the_task(tmp_path):
     task = config(write_lines(tmp_path / "all.jsonl", ROWS))
     model = ModelConfig(name="m", path=str(tmp_path), template="Q: {question}\n{instruction}\nA:")
-    cell = Cell("mse-eval", {"model": vars(model), "task": task_settings(task)}, "")
+    cell = Cell("mse-eval", {"model": model_settings(model), "task": task_settings(task)}, "")
     resolved, same = settings(cell)
     assert same == task
     policy = policy_of(byte_tokenizer(), resolved.template)
