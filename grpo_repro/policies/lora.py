@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -49,8 +50,9 @@ def attach(model: PreTrainedModel, settings: LoraSettings) -> None:
     from peft import LoraConfig, inject_adapter_in_model
 
     assert settings.rank
+    alpha: Any = settings.scale  # peft names it an integer, and divides it by the rank
     config = LoraConfig(
-        r=settings.rank, lora_alpha=settings.scale, lora_dropout=0.0, bias="none", task_type="CAUSAL_LM",
+        r=settings.rank, lora_alpha=alpha, lora_dropout=0.0, bias="none", task_type="CAUSAL_LM",
         target_modules=settings.targets or "all-linear",
     )  # fmt: skip
     try:
