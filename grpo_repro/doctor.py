@@ -7,7 +7,6 @@ import platform
 import shutil
 import socket
 import tempfile
-import threading
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
@@ -15,9 +14,9 @@ from pathlib import Path
 from grpo_repro import doctor_paper
 from grpo_repro.config import choices, conf_dir
 from grpo_repro.doctor_check import Check
+from grpo_repro.network import HUB, SECONDS, answers
 
 MINIMUM_DISK_GIB = 1.0
-HUB_TIMEOUT_S = 3.0
 
 
 def diagnose(results_dir: Path) -> list[Check]:
@@ -181,18 +180,6 @@ def _vllm() -> Check:
 def _hub() -> Check:
     if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
         return Check("hub", False, "HF_HUB_OFFLINE is set: only local models", needed=False)
-    reached: list[bool] = []
-
-    def connect() -> None:
-        try:
-            with socket.create_connection(("huggingface.co", 443), timeout=HUB_TIMEOUT_S):
-                reached.append(True)
-        except OSError:
-            return
-
-    # A name server that does not answer ignores the socket's timeout: a thread that is left behind does not.
-    thread = threading.Thread(target=connect, daemon=True)
-    thread.start()
-    thread.join(HUB_TIMEOUT_S)
+    reached = answers(lambda: socket.create_connection((HUB, 443), timeout=SECONDS).close())
     detail = "huggingface.co is reachable" if reached else "no huggingface.co: only local models"
-    return Check("hub", bool(reached), detail, needed=False)
+    return Check("hub", reached, detail, needed=False)

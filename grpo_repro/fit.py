@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
-
 from grpo_repro.cells import Cell, Estimate
 from grpo_repro.errors import UserError
 from grpo_repro.machine import Machine
-from grpo_repro.schema import ModelConfig
 
 MEMORY_KEYS = (
     "group_sizes",
@@ -20,7 +17,6 @@ MEMORY_KEYS = (
     "prompt_pool",
 )
 """Keys of a cell that its memory grows with."""
-
 
 MOVABLE = ("activations", "logits", "cache")
 """Parts of a language model's memory that its keys change; its weights, gradients and optimiser stay."""
@@ -63,8 +59,7 @@ def _remedy(cell: Cell, estimate: Estimate, memory: int) -> str:
         keys.append("task.num_questions")
     if (cell.config.get("model") or {}).get("kind") != "causal_lm":
         return f"lower {', '.join(keys)} or take a smaller model"
-    known = {item.name for item in fields(ModelConfig)}
-    adapters = "train adapters (model.lora.rank=64), " if "lora" in known and "iterations" in cell.config else ""
+    adapters = "train adapters (model.lora.rank=64), " if "iterations" in cell.config else ""
     model = f"{adapters}take model.dtype=bfloat16, or a smaller model"
     if sum(size for name, size in estimate.parts.items() if name not in MOVABLE) > memory:
         return f"no micro_batch or max_new_tokens is small enough: {model}"

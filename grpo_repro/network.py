@@ -5,25 +5,40 @@ from __future__ import annotations
 import os
 import socket
 import threading
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+HUB = "huggingface.co"
+SECONDS = 3.0
 
 
 def reachable() -> bool:
     """Whether the hub's name is known, within three seconds; True where a proxy or mirror makes that hard to tell."""
     if any(name.lower() in ("https_proxy", "all_proxy", "hf_endpoint") for name in os.environ):
         return True
+    return answers(lambda: socket.getaddrinfo(HUB, 443))
+
+
+def answers(ask: Callable[[], Any], seconds: float = SECONDS) -> bool:
+    """Whether a question to the network has an answer in time.
+
+    A name server that does not answer ignores every time limit: a thread that is left behind does not hold us up.
+
+    Args:
+        ask: Raises OSError where there is none.
+        seconds: How long it may take.
+    """
     found: list[bool] = []
 
     def look() -> None:
-        try:
-            socket.getaddrinfo("huggingface.co", 443)
+        with suppress(OSError):
+            ask()
             found.append(True)
-        except OSError:
-            return
 
-    # A name server that does not answer ignores every time limit: a thread that is left behind does not hold us up.
     thread = threading.Thread(target=look, daemon=True)
     thread.start()
-    thread.join(3.0)
+    thread.join(seconds)
     return bool(found)
 
 

@@ -60,14 +60,9 @@ def draw(names: list[str], results: Path, out: Path, image_format: str, models: 
         first = "theory" if names and all(name == THEORY or name in theory for name in names) else "mse-eval"
         raise UserError(f"{results} {state}; run `grpo {first}` first or name another folder with --results DIR")
     rows = _only(rows, models, results)
-    paths, empty = [], []
-    checked = bool((rows["experiment"] == THEORY).any())
-    if not checked and (not names or THEORY in names):
-        empty.append(f"{THEORY}: there are no results of a check; run `grpo theory` first")
-    wanted = [name for word in names or [*plots.FIGURES, THEORY] for name in (theory if word == THEORY else [word])]
-    for name in dict.fromkeys(wanted):
-        if name in theory and not checked and name not in names:
-            continue
+    wanted, empty = _wanted(names, rows, list(plots.FIGURES), list(theory))
+    paths = []
+    for name in wanted:
         try:
             figure = figures[name](rows)
             beside = texts[name](rows) if name in texts else {}
@@ -84,6 +79,21 @@ def draw(names: list[str], results: Path, out: Path, image_format: str, models: 
         first = "theory" if names == [THEORY] else "mse-eval"
         raise UserError(f"no figure has data in {results}; run `grpo {first}` first")
     return paths
+
+
+def _wanted(
+    names: Sequence[str], rows: pd.DataFrame, figures: list[str], theory: list[str]
+) -> tuple[list[str], list[str]]:
+    """The figures to draw, and what is said of those that are not even tried.
+
+    `theory` stands for the figures of all checks; where no check has been run one line speaks for them.
+    """
+    every = [name for word in names or [*figures, THEORY] for name in (theory if word == THEORY else [word])]
+    if (rows["experiment"] == THEORY).any():
+        return list(dict.fromkeys(every)), []
+    asked = not names or THEORY in names
+    line = f"{THEORY}: there are no results of a check; run `grpo theory` first"
+    return list(dict.fromkeys(x for x in every if x not in theory or x in names)), [line] if asked else []
 
 
 def _only(rows: pd.DataFrame, models: Sequence[str], results: Path) -> pd.DataFrame:

@@ -88,14 +88,11 @@ def _size_of(key: str, path: str) -> tuple[ModelSize, Any]:
     table = sizes_table()
     if not Path(path).expanduser().exists() and path in table and not _cached(path, revision):
         return ModelSize(**table[path], source="conf/sizes.yaml (the model is not on this machine)"), None
-    from transformers import AutoConfig
-
     from grpo_repro.policies import causal_lm
 
     model = ModelConfig(name=path, path=original, revision=revision, trust_remote_code=code, chat=chat)
     shape = causal_lm.shape(model)
-    described = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=code)
-    return _described(described, shape.parameters, f"config.json of {original}"), shape.tokenizer
+    return _described(shape.described, shape.parameters, f"config.json of {original}"), shape.tokenizer
 
 
 def _described(config: Any, parameters: int, source: str) -> ModelSize:
@@ -185,3 +182,15 @@ def check_context(name: str, size: ModelSize, prompts: Prompts, length: int) -> 
             f"{name} has {size.positions} positions, and a prompt of {prompts.longest} tokens with "
             f"max_new_tokens={length} needs more; shorten the template or lower max_new_tokens"
         )
+
+
+def sizes_of(model: ModelConfig, task: TaskConfig, length: int) -> tuple[ModelSize, Prompts, list[str]]:
+    """Sizes of a model and of its prompts, and where they come from, for completions of at most `length` tokens.
+
+    Raises:
+        UserError: If the model or the task cannot be used, or the model's context is too short.
+    """
+    size, tokenizer = size_of(model)
+    prompts = prompts_of(model, task, tokenizer)
+    check_context(model.name, size, prompts, length)
+    return size, prompts, [f"size of {model.name}: {size.source}", f"lengths of prompts: {prompts.source}"]

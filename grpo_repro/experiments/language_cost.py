@@ -14,7 +14,7 @@ from grpo_repro.experiments.evaluation import PREDICTION_QUESTIONS
 from grpo_repro.experiments.language_mse import SAMPLED_AT_ONCE, SMALL_MODEL
 from grpo_repro.experiments.mse_eval import settings
 from grpo_repro.machine import Machine
-from grpo_repro.sizes import ModelSize, Prompts, check_context, prompts_of, size_of
+from grpo_repro.sizes import ModelSize, Prompts, sizes_of
 
 
 def estimate(cell: Cell, machine: Machine) -> Estimate:
@@ -35,9 +35,7 @@ def estimate(cell: Cell, machine: Machine) -> Estimate:
     """
     config = cell.config
     model, task = settings(cell)
-    size, tokenizer = size_of(model)
-    prompts = prompts_of(model, task, tokenizer)
-    check_context(model.name, size, prompts, config["max_new_tokens"])
+    size, prompts, notes = sizes_of(model, task, config["max_new_tokens"])
     work, seconds, completions = _work(config, prompts, task.num_questions)
     small = config["threads"] is None and size.parameters < SMALL_MODEL
     threads = 1 if small else config["threads"] or torch.get_num_threads()
@@ -46,7 +44,7 @@ def estimate(cell: Cell, machine: Machine) -> Estimate:
     parts = memory_parts(config, size, prompts.longest, machine) | ({"vLLM": extra} if extra else {})
     return Estimate(
         completions, completions * config["max_new_tokens"], start + seconds + 2.0 * size.parameters * work / rate,
-        sum(parts.values()), parts, [f"size of {model.name}: {size.source}", f"lengths of prompts: {prompts.source}"],
+        sum(parts.values()), parts, notes,
     )  # fmt: skip
 
 

@@ -12,8 +12,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from grpo_repro import sampler_options, stats, ustat
-from grpo_repro.cells import Cell, Estimate, Progress, cell_rng
+from grpo_repro import stats, ustat
+from grpo_repro.cells import Cell, Progress, cell_rng
 from grpo_repro.engine import samplers
 from grpo_repro.engine.agreement import Agreement, compare
 from grpo_repro.engine.check import self_check
@@ -22,7 +22,6 @@ from grpo_repro.engine.sample import Rollout
 from grpo_repro.engine.scores import Scorer, unique_completions
 from grpo_repro.errors import UserError
 from grpo_repro.estimators import ESTIMATORS
-from grpo_repro.experiments import cost
 from grpo_repro.experiments.grading import Tally, grade
 from grpo_repro.experiments.mse_eval import MAX_GROUPS, completions, settings
 from grpo_repro.experiments.mse_rows import (
@@ -38,9 +37,7 @@ from grpo_repro.experiments.mse_rows import (
     row,
 )  # fmt: skip
 from grpo_repro.experiments.state import Checkpoint
-from grpo_repro.machine import Machine
 from grpo_repro.policies import causal_lm
-from grpo_repro.sizes import ModelSize, check_context, prompts_of, size_of
 from grpo_repro.tasks import Question, load_task
 
 SAMPLED_AT_ONCE = 16
@@ -146,63 +143,6 @@ def run(cell: Cell, workdir: Path, progress: Progress) -> tuple[pd.DataFrame, di
     return frame(cell, rows), extras
 
 
-def estimate(cell: Cell, machine: Machine) -> Estimate:
-    """Cost of a cell from the formulas of `cost`, without weights.
-
-    With d parameters, prompts of P and completions of T tokens, a distinct completion takes 2d flops per token to
-    sample, 2d T to score forward, 2d (T + P) to go back and 2d T for its gradient, and each weighted sum 2d more. Short
-    answers repeat: of n completions of at most 16 tokens n^0.7 are taken as distinct. 0.03 s are added for each group.
-    """
-    config = cell.config
-    model, task = settings(cell)
-    size, tokenizer = size_of(model)
-    prompts = prompts_of(model, task, tokenizer)
-    check_context(model.name, size, prompts, config["max_new_tokens"])
-    length, count = config["max_new_tokens"], task.num_questions
-    sizes, sums = _groups(config)
-    distinct = [n**0.7 if length <= cost.SHORT else n for n in sizes]
-    work = sum(n * (4 * length + prompts.mean + s) for n, s in zip(distinct, sums, strict=True))
-    rate = machine.flops(cost.weights_dtype(config, machine, training=False), torch.get_num_threads())
-    seconds = 5.0 + count * (0.03 * len(sizes) + 2.0 * size.parameters * work / rate)
-    start, extra = sampler_options.cost(config, machine.on_gpu)
-    parts = _memory_parts(config, size, prompts.longest, count, machine) | ({"vLLM": extra} if extra else {})
-    sampled = completions(config)
-    notes = [f"size of {model.name}: {size.source}", f"lengths of prompts: {prompts.source}"]
-    return Estimate(sampled, sampled * length, seconds + start, sum(parts.values()), parts, notes)
-
-
-def _groups(config: dict[str, Any]) -> tuple[list[int], list[int]]:
-    """Completions of a question that are sampled together, and weighted sums of their scores."""
-    replicates = config.get("replicates", 0)
-    sizes = [config["completions_per_prompt"]] + [replicates * group for group in config["group_sizes"] if replicates]
-    return sizes, [3] + [replicates * len(config["estimators"])] * (len(sizes) - 1)
-
-
-def _memory_parts(config: dict[str, Any], size: ModelSize, prompt: int, count: int, machine: Machine) -> dict[str, int]:
-    """Peak memory in bytes by its parts, as in `language_cost.memory_parts`."""
-    width = cost.BYTES[cost.weights_dtype(config, machine, training=False)]
-    length, dim = config["max_new_tokens"], cost.trained(config, size)
-    sizes, sums = _groups(config)
-    kept = max(sums)
-    if len(sizes) == 1:  # groups of questions, whose gradients lie in the memory of a GPU's host
-        groups = _jackknife_groups(config, count, dim)
-        kept = kept + 1 if machine.on_gpu else max(groups, *sums)
-    rows = max(SAMPLED_AT_ONCE * config["micro_batch"], max(sizes))
-    prompts = max(1, rows // min(sizes))
-    scored = min(config["micro_batch"], max(sizes))
-    # Scores keep the gradient at the output of every layer beside what the backward pass keeps.
-    backward = cost.backward_bytes(
-        size, width, scored * (prompt + length), prompt + length, scored * length
-    )  # fmt: skip
-    phase = cost.largest(
-        {name: round(1.6 * value) for name, value in backward.items()},
-        cost.sampling_bytes(size, width, rows, length, prompts, prompt),
-        {"saved state": 0 if machine.on_gpu else 4 * dim * kept},
-    )
-    fixed = {"base": cost.BASE[machine.on_gpu], "weights": width * size.parameters}
-    return fixed | cost.largest({"self-check": cost.SELF_CHECK * dim}, {"gradients": 4 * dim * kept} | phase)
-
-
 def _pools(job: PoolJob, groups: np.ndarray | None) -> tuple[ustat.Pool, Tensor, np.ndarray]:
     """K completions of every question: their pool, the groups' summed gradient estimates and the lengths.
 
@@ -251,7 +191,7 @@ def _pools(job: PoolJob, groups: np.ndarray | None) -> tuple[ustat.Pool, Tensor,
 def measure_components(job: PoolJob) -> list[Row]:
     """Rows of everything that one pool of completions per question gives."""
     count = len(job.prompts)
-    index = np.arange(count) * _jackknife_groups(job.config, count, job.dim) // count
+    index = np.arange(count) * jackknife_groups(job.config, count, job.dim) // count
     pool, sums, lengths = _pools(job, index)
     measured = Measured(pool, stats.PromptGroups.from_sums(index, sums.numpy()))
     level = job.config["confidence"]
@@ -268,7 +208,7 @@ def agreement_rows(agreement: Agreement) -> list[Row]:
     return [row(name, exact(value), agreement.tokens) for name, value in found.items()]
 
 
-def _jackknife_groups(config: dict[str, Any], count: int, parameters: int) -> int:
+def jackknife_groups(config: dict[str, Any], count: int, parameters: int) -> int:
     """Number of groups of questions: as many as memory allows gradients for, at most `MAX_GROUPS`.
 
     Raises:

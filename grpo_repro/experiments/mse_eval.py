@@ -137,16 +137,16 @@ def estimate(cell: Cell, machine: Machine = CPU) -> Estimate:
     """Say what a cell will cost on a machine, without loading weights.
 
     Completions are exact, tokens an upper bound (every completion at its longest). Time and memory follow the stated
-    model of `language_mse.estimate`.
+    model of `mse_cost.estimate`.
     """
     if cell.config["model"]["kind"] == "tabular":
         count = 0 if cell.config["method"] == "exact" else completions(cell.config)
         pool, sizes = cell.config.get("completions_per_prompt", 0), cell.config["group_sizes"]
         at_once = cell.config["task"]["num_questions"] * (max(sizes) if "replicates" in cell.config else pool)
         return Estimate(count, count, 1.0 + 2e-6 * count, 200_000_000 + 200 * at_once)
-    from grpo_repro.experiments import language_mse
+    from grpo_repro.experiments import mse_cost
 
-    return language_mse.estimate(cell, machine)
+    return mse_cost.estimate(cell, machine)
 
 
 def completions(config: dict[str, Any]) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any
@@ -188,14 +188,11 @@ def load(config: ModelConfig, device: str = "auto") -> CausalLM:
 
 @dataclass(frozen=True)
 class Shape:
-    """Size of a model, known without its weights; `scored` counts the parameters of each `score_params`."""
+    """What is known of a model without its weights: number of parameters, tokenizer, transformers' configuration."""
 
     parameters: int
-    width: int
-    layers: int
-    positions: int
     tokenizer: Any
-    scored: dict[str, int]
+    described: Any
 
 
 def shape(config: ModelConfig) -> Shape:
@@ -214,23 +211,7 @@ def shape(config: ModelConfig) -> Shape:
     except Exception as error:
         raise not_loaded(config, path, error) from error
     check_chat(path, tokenizer, config)
-    parameters = sum(p.numel() for p in model.parameters())
-    names = ("hidden_size", "num_hidden_layers", "max_position_embeddings")
-    width, layers, positions = (int(getattr(described, name, 0) or 0) for name in names)
-    return Shape(parameters, width, layers, positions, tokenizer, _scored(model, config))
-
-
-def _scored(model: PreTrainedModel, config: ModelConfig) -> dict[str, int]:
-    """Number of parameters behind each `score_params` that the configuration allows."""
-    kinds = ["all", "last_layer"]
-    if config.lora.rank:
-        lora.attach(model, config.lora)
-        kinds = ["lora"]
-    found = {}
-    for kind in kinds:
-        with suppress(UserError):  # of an architecture whose layers are not known
-            found[kind] = sum(p.numel() for p in chosen_parameters(model, kind).values())
-    return found
+    return Shape(sum(p.numel() for p in model.parameters()), tokenizer, described)
 
 
 def trained_facts(policy: CausalLM) -> dict[str, str]:

@@ -169,7 +169,7 @@ class TabularPolicy:
             raise UserError(f"no estimate from {num_prompts} prompts; B >= 1")
         zero = np.zeros_like(self.value)
         baseline = {"vanilla": zero, "optimal": self.optimal_baseline}.get(estimator, self.value)
-        total = _outer(self.context_probs, self.gradients - self.gradient) + self.baseline_matrix(baseline) / group_size
+        total = self.gradient_covariance + self.baseline_matrix(baseline) / group_size
         if estimator == "grpo":
             fisher = _outer((self.context_probs * self.reward_variance)[:, None] * self.probs, self.scores)
             second = fisher + _outer(self.context_probs, self.gradients)
@@ -187,6 +187,11 @@ class TabularPolicy:
     def gradient(self) -> Float64[np.ndarray, " dim"]:
         """Gradient of J: g = E g(X)."""
         return self.context_probs @ self.gradients
+
+    @cached_property
+    def gradient_covariance(self) -> Float64[np.ndarray, "dim dim"]:
+        """Cov g(X) over contexts, whose trace is c1."""
+        return _outer(self.context_probs, self.gradients - self.gradient)
 
     @cached_property
     def hessian(self) -> Float64[np.ndarray, "dim dim"]:

@@ -18,7 +18,6 @@ import numpy as np
 from jaxtyping import Float, Float64, Int
 
 from grpo_repro.algorithm2 import Options
-from grpo_repro.errors import UserError
 from grpo_repro.kl import score_weights
 from grpo_repro.policies.families import Family
 from grpo_repro.policies.tabular_runs import Draw, along, draw, log_probs, probs, scores
@@ -45,8 +44,6 @@ def ascent(
     Raises:
         UserError: For `grpo` with G = 1.
     """
-    if estimator == "grpo" and batch.group_size < 2:
-        raise UserError(f"estimator grpo has no baseline at group size {batch.group_size}; use 2 or more")
     moved = not np.array_equal(theta, batch.theta)
     w = scores(family, theta, probs(family, theta)) if moved else batch.scores
     weights = batch.weights(family, estimator)

@@ -161,7 +161,13 @@ class Draw:
         return self.counts.reshape(-1, *self.counts.shape[2:])
 
     def weights(self, family: Family, estimator: str) -> Float[np.ndarray, "groups actions"]:
-        """Sum of the advantages of each action's completions, see `action_weights`."""
+        """Sum of the advantages of each action's completions, see `action_weights`.
+
+        Raises:
+            UserError: For `grpo` with G = 1.
+        """
+        if estimator == "grpo" and self.group_size < 2:
+            raise UserError(f"estimator grpo has no baseline at group size {self.group_size}; use 2 or more")
         constants = baseline(family, estimator, self.probs, self.scores).ravel()[self.places]
         return action_weights(self.groups(), estimator, constants)
 
@@ -225,7 +231,5 @@ def gradient_estimate(
     Raises:
         UserError: For `grpo` with G = 1.
     """
-    if estimator == "grpo" and group_size < 2:
-        raise UserError(f"estimator grpo has no baseline at group size {group_size}; use 2 or more")
     batch = draw(family, theta, contexts, group_size, rng)
     return along(batch.totals(batch.weights(family, estimator)), batch.scores, contexts.shape[1] * group_size)

@@ -207,9 +207,7 @@ def _furthest(ratios: Float[np.ndarray, " ratios"]) -> float:
 
 def baseline_covariance(policy: TabularPolicy, baseline: Float64[np.ndarray, " contexts"], size: int) -> Matrix:
     """Gamma of one prompt under the baseline b(x): Cov g(X) + (E[W W' (Z - b)^2] - E g g') / G."""
-    deviation = policy.gradients - policy.gradient
-    between = np.einsum("x,xi,xj->ij", policy.context_probs, deviation, deviation)
-    return between + policy.baseline_matrix(baseline) / size
+    return policy.gradient_covariance + policy.baseline_matrix(baseline) / size
 
 
 def own_value(policy: TabularPolicy) -> Float64[np.ndarray, " contexts"]:

@@ -86,11 +86,9 @@ def own_group_size(best: TabularPolicy, beta: float) -> float:
     """
     values, directions = spectrum(best.hessian)
     a = values / (2 * beta * values - 1)
-    deviation = best.gradients - best.gradient
-    between = np.einsum("x,xi,xj->ij", best.context_probs, deviation, deviation)
     second = 2 * (best.covariance("grpo", 2, 1) - best.covariance("oracle", 2, 1))
 
     def along(matrix: Matrix) -> float:
         return float(a @ np.einsum("ik,ij,jk->k", directions, matrix, directions))
 
-    return 1 + math.sqrt(along(second) / along(between))
+    return 1 + math.sqrt(along(second) / along(best.gradient_covariance))
