@@ -102,7 +102,7 @@ def test_a_results_folder_that_cannot_be_used(grpo, multirun):
 def test_control_c_then_the_same_command_resumes(grpo, arguments):
     log = grpo.folder / "log"
     log.touch()
-    process = grpo.start("mse-eval", *arguments, FAKE_SECONDS="0.3", FAKE_LOG=str(log))
+    process = grpo.start("mse-eval", *arguments, FAKE_SECONDS="0.6", FAKE_LOG=str(log))
     while len(log.read_text().splitlines()) < 2:
         assert process.poll() is None, process.communicate()
         time.sleep(0.02)
@@ -123,7 +123,7 @@ def test_control_c_then_the_same_command_resumes(grpo, arguments):
 def test_termination_is_an_interruption(grpo):
     log = grpo.folder / "log"
     log.touch()
-    process = grpo.start("mse-eval", FAKE_SECONDS="0.3", FAKE_LOG=str(log))
+    process = grpo.start("mse-eval", FAKE_SECONDS="0.6", FAKE_LOG=str(log))
     while len(log.read_text().splitlines()) < 2:
         assert process.poll() is None, process.communicate()
         time.sleep(0.02)
@@ -135,7 +135,8 @@ def test_termination_is_an_interruption(grpo):
 
 
 def test_control_c_before_any_work_is_130_too(grpo):
-    process = grpo.start("mse-eval")
+    # Whatever it has come to after half a second, a step of the first cell ends much later.
+    process = grpo.start("mse-eval", FAKE_SECONDS="60")
     time.sleep(0.5)
     os.killpg(process.pid, signal.SIGINT)
     out, err = process.communicate(timeout=60)

@@ -217,7 +217,7 @@ def start(settings, log, seconds):
 
 
 def test_two_runners_on_one_folder_run_each_cell_once(settings, log):
-    processes = [start(settings, log, 0.05) for _ in range(2)]
+    processes = [start(settings, log, 0.2) for _ in range(2)]
     errors = [process.communicate(timeout=60)[1] for process in processes]
     assert [process.returncode for process in processes] == [0, 0], errors
     started = [line.split() for line in log.read_text().splitlines()]
@@ -241,7 +241,7 @@ def test_a_killed_runner_leaves_its_cell_to_the_next(settings, log):
 
 
 def test_another_process_is_waited_for(settings, log, capsys, monkeypatch):
-    other = start(settings, log, 0.2)
+    other = start(settings, log, 0.5)
     while not log.read_text():
         time.sleep(0.02)
     first = replace(settings, model=ModelConfig(name="bundled-base"))
