@@ -13,7 +13,8 @@ from scipy.stats import multivariate_normal, norm, ttest_rel
 from grpo_repro import selection, stats
 from grpo_repro.errors import UserError
 from grpo_repro.run_tables import run_table
-from grpo_repro.selection import binomial_selection, may_be_best, select, shift
+from grpo_repro.selection import binomial_selection, may_be_best, select
+from grpo_repro.shift import shift
 
 SIZES = (2, 4, 8, 16, 32, 64)
 QUIET = np.array([0.05, 1, 1, 1, 1, 1])  # differences to the first G are all but independent
@@ -130,7 +131,7 @@ def test_bootstrap_of_many_runs_follows_the_normal_law():
     gap = rng.standard_normal(runs)
     gap += 0.5 * gap.std() / np.sqrt(runs) - gap.mean()
     table = np.stack([np.zeros(runs), gap], 1)[:, None]
-    best = selection._resampled_best(table, 2000, np.random.default_rng(0))  # in ten chunks
+    best = selection.resampled_best(table, 2000, np.random.default_rng(0))  # in ten chunks
     assert best.shape == (2000, 1) and abs((best == 0).mean() - norm.cdf(0.5)) <= slack(0.69, 2000)
 
 

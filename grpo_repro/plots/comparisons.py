@@ -7,10 +7,9 @@ from dataclasses import dataclass, replace
 
 import pandas as pd
 
-from grpo_repro import selection
 from grpo_repro.plots import training_names as names
 from grpo_repro.plots.training_data import SIGN, Choice, Setting, choices
-from grpo_repro.selection import Shift
+from grpo_repro.shift import Shift, shift
 
 ASPECTS: dict[str, tuple[tuple[str, ...], Callable[[dict[str, str]], str]]] = {
     "schedule": (("schedule", "learning_rate", "warmup"), names.schedule),
@@ -151,7 +150,7 @@ def _test(aspect: str, levels: dict[str, Choice]) -> Shift | None:
     # Checkpoints are of the same runs; other levels are runs of their own.
     same = len({choice.runs for choice in found}) == 1 and len(found[0].runs) == len(found[0].table)
     paired = aspect == "n" and same
-    return selection.shift(tables, sizes, AXES[aspect], found[0].selection.confidence, paired=paired)
+    return shift(tables, sizes, AXES[aspect], found[0].selection.confidence, paired=paired)
 
 
 def _common(sizes: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
